@@ -10,13 +10,16 @@ carried out its change; one that has carried out none may still run an earlier c
 
 Nothing is loaded between the decision and the end of a round that holds: a load ahead of one COMMIT would
 stop the whole fleet.
+
+Numbers and ids are never reused: an engine finds KV cache blocks by the adapter's full name.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from deployments.ledger import adapter_catalog, membership
+from deployments.ledger import membership
 from deployments.ledger.decisions import Cataloged
 from deployments.ledger.state import (
     Load,
@@ -29,6 +32,8 @@ from deployments.ledger.state import (
     join_reasons,
 )
 from deployments.protocol.adapters import (
+    MAX_NAME,
+    SEPARATOR,
     Adapter,
     AdapterCatalog,
     AdapterFiles,
@@ -38,18 +43,20 @@ from deployments.protocol.adapters import (
     LoadedAdapter,
     LoadRequest,
     SetAdapters,
+    is_name,
 )
-from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound, SlipstreamError
 from deployments.protocol.poll import Body
 
 KINDS = (LoadAdapter, SetAdapters)
+REMEMBERED = 256  # names with a known last number; older names share the greatest of theirs
 
 
 def begin(state: State, request: LoadRequest) -> Adapter:
     adapters, limits = state.adapters, state.adapter_limits
     _check_enabled(state)
     _check_idle(state, request.name)
-    adapter_catalog.check_new(adapters.catalog, request, limits.base_model)
+    check_new(adapters.catalog, request, limits.base_model)
     if len(adapters.catalog.live) + len(adapters.loads) >= limits.most:
         raise Conflict(
             f"{limits.most} versions of adapters are live or being loaded, which is the limit: "
@@ -57,11 +64,11 @@ def begin(state: State, request: LoadRequest) -> Adapter:
             {"most": limits.most},
         )
     taken = {limits.base_model, *adapters.loads}
-    adapter = adapter_catalog.next_adapter(adapters.catalog, request, taken)
+    adapter = next_adapter(adapters.catalog, request, taken)
     adapters.loads[adapter.name] = load = Load(adapter=adapter, begun=state.now)
     _time(state, load)
     # Durable before a replica learns of the id: one that keeps it over a restart must not meet another.
-    _decide(state, adapter_catalog.numbered(adapters.catalog, adapter))
+    _decide(state, numbered(adapters.catalog, adapter))
     _record(state, adapter, "loading")
     return adapter
 
@@ -94,9 +101,9 @@ def fail(state: State, adapter: Adapter, error: SlipstreamError) -> None:
 def unload(state: State, name: str) -> PendingCall:
     _check_enabled(state)
     _check_idle(state, name)
-    out = adapter_catalog.named(state.adapters.catalog, name)
+    out = named(state.adapters.catalog, name)
     ids = {each.adapter_id for each in out}
-    number = _decide(state, adapter_catalog.without(state.adapters.catalog, ids))
+    number = _decide(state, without(state.adapters.catalog, ids))
     call = PendingCall(name=SetAdapters.name)
     state.adapters.decided.append((number, call, None))
     return call
@@ -209,7 +216,7 @@ def advance(state: State) -> None:
         _converge_all(state)
     _answer(state)
     if adapters.catalog.retired and not state.returning() and (gone := _retired_nowhere(state)):
-        _decide(state, adapter_catalog.without_retired(adapters.catalog, gone))
+        _decide(state, without_retired(adapters.catalog, gone))
     kept = needed(state)
     if len(adapters.timings) > len(kept):
         adapters.timings = {key: each for key, each in adapters.timings.items() if key in kept}
@@ -277,7 +284,7 @@ def _conclude(state: State) -> None:
                 _time(state, load, load_s=state.now - load.staged)
             if load.stored:
                 keep = state.adapter_limits.keep
-                catalog = adapter_catalog.with_live(state.adapters.catalog, load.adapter, keep)
+                catalog = with_live(state.adapters.catalog, load.adapter, keep)
                 state.adapters.decided.append((_decide(state, catalog), load.call, load))
                 del state.adapters.loads[load.adapter.name]
 
@@ -346,3 +353,90 @@ def _loads(body: Body, adapter_id: int) -> bool:
 
 def _asked_to_load(member: Member, adapter_id: int) -> bool:
     return any(_loads(queued.body, adapter_id) for queued in member.queue)
+
+
+def check_new(catalog: AdapterCatalog, request: LoadRequest, base_model: str) -> None:
+    """Refuses only names that would stand for two adapters: clients may number names themselves (ART loads
+    `run@7`).
+
+    Raises:
+        InvalidRequest: no such name is possible, or it is live and `in_place` is false.
+        Conflict: the newest live version is not `after`.
+    """
+    name, after = request.name, request.after
+    if not is_name(name):
+        raise InvalidRequest(f"lora_name: expected 1 to {MAX_NAME} printable characters, got {name[:60]!r}")
+    if name == base_model:
+        raise InvalidRequest(f"The lora adapter '{name}' conflicts with a served base model.")
+    found = next((each for each in catalog.live if each.full_name == name), None)
+    if found is not None:
+        raise InvalidRequest(
+            f"The lora adapter '{name}' is version {found.version} of '{found.name}', which does not change: "
+            f"load '{found.name}', or another name",
+            {"lora_name": name},
+        )
+    newest = max((each.version for each in catalog.live if each.name == name), default=0)
+    if newest and not request.in_place:
+        raise InvalidRequest(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
+            "place, set 'load_inplace' to True.",
+            {"lora_name": name},
+        )
+    if after is not None and newest != after:
+        raise Conflict(
+            f"The lora adapter '{name}' is at version {newest}, expected {after}: somebody has changed it",
+            {"lora_name": name, "version": newest, "expected": after},
+        )
+
+
+def named(catalog: AdapterCatalog, name: str) -> list[Adapter]:
+    """A name's live versions, oldest first; a full name's one version. Raises NotFound."""
+    found = [each for each in catalog.live if name in (each.name, each.full_name)]
+    if not found:
+        raise NotFound(f"The lora adapter '{name}' cannot be found.", {"lora_name": name})
+    return found
+
+
+def next_adapter(catalog: AdapterCatalog, request: LoadRequest, taken: Collection[str] = ()) -> Adapter:
+    """The next version, without files; `taken`: names that its full name cannot be."""
+    name, others = request.name, {*taken, *(each.name for each in catalog.live)}
+    version = catalog.last_versions.get(name, catalog.floor) + 1
+    while f"{name}{SEPARATOR}{version}" in others:
+        version += 1
+    return Adapter(
+        name=name,
+        version=version,
+        adapter_id=catalog.last_id + 1,
+        path="",
+        digest="",
+        size_bytes=0,
+        is_3d=request.is_3d,
+        load_id=request.load_id,
+    )
+
+
+def numbered(catalog: AdapterCatalog, adapter: Adapter) -> AdapterCatalog:
+    last = {name: number for name, number in catalog.last_versions.items() if name != adapter.name}
+    last[adapter.name] = adapter.version
+    floor = catalog.floor
+    while len(last) > REMEMBERED:
+        floor = max(floor, last.pop(next(iter(last))))
+    return replace(catalog, last_id=max(catalog.last_id, adapter.adapter_id), last_versions=last, floor=floor)
+
+
+def with_live(catalog: AdapterCatalog, adapter: Adapter, keep: int) -> AdapterCatalog:
+    own = [each for each in catalog.live if each.name == adapter.name]
+    out = {each.adapter_id for each in own[: max(0, len(own) + 1 - keep)]}
+    return without(replace(catalog, live=(*catalog.live, adapter)), out)
+
+
+def without(catalog: AdapterCatalog, ids: set[int]) -> AdapterCatalog:
+    return replace(
+        catalog,
+        live=tuple(each for each in catalog.live if each.adapter_id not in ids),
+        retired=(*catalog.retired, *(each for each in catalog.live if each.adapter_id in ids)),
+    )
+
+
+def without_retired(catalog: AdapterCatalog, ids: set[int]) -> AdapterCatalog:
+    return replace(catalog, retired=tuple(each for each in catalog.retired if each.adapter_id not in ids))

@@ -51,7 +51,10 @@ def on_report(state: State, report: Report) -> bool:
         membership.fence(state, member, report.failed)
     _check_version(state, member)
     if member.alive:
-        _drop_leftovers(state, member, report)
+        current = None if state.round is None else state.round.round_id
+        # Else of a round that ended, or that a restarted controller never decided.
+        if report.staged_round not in (None, current):
+            staging_phase.drop(state, member, report.staged_round)
         if report.scores is not None:
             proof.on_scores(state, report.scores, member.replica_id)
     if report.ended:
@@ -106,13 +109,6 @@ def _check_version(state: State, member: Member) -> None:
         membership.fence(state, member, reason)
 
 
-def _drop_leftovers(state: State, member: Member, report: Report) -> None:
-    """A round that ended, or that a restarted controller never decided."""
-    known = state.round is not None and state.round.round_id == report.staged_round
-    if report.staged_round is not None and not known:
-        staging_phase.drop(state, member, report.staged_round)
-
-
 def directive(state: State, report: Report) -> Directive:
     """May get lost; a fence has arrived once the replica reports it."""
     fenced = state.fences.get(report.incarnation)
@@ -145,12 +141,6 @@ def _deliverable(state: State, member: Member) -> Delivered:
         may_leave=_may_leave(state, member),
         desired=state.desired,
     )
-
-
-def lost(state: State, replica_id: str, incarnation: str, reason: str) -> None:
-    member = state.find(replica_id, incarnation)
-    if member is not None:
-        gone(state, member, reason)
 
 
 def gone(state: State, member: Member, reason: str) -> None:

@@ -118,15 +118,15 @@ def _expect_commit(state: State, current: Round, member: Member) -> None:
     together = current.commit is poll.CommitMode.TOGETHER  # nothing follows before the last has swapped
     if together:
         current.swapping.add(member)
-    current.commits[member] = membership.expect(
-        state,
-        poll.Commit.name,
-        [member],
+    current.commits[member] = call = PendingCall(
+        name=poll.Commit.name,
+        waiting={member},
         on_complete=partial(_swapped, current=current, member=member),
         round_id=current.round_id,
         certain=True,
         batch=current.swapping if together else None,
     )
+    state.pending.append(call)
 
 
 def advance(state: State) -> bool:
@@ -282,17 +282,9 @@ def abort(state: State, current: Round, error: SlipstreamError) -> None:
 
 def _end(state: State, current: Round, phase: RoundPhase, reason: str) -> RoundReport:
     enter(state, current, phase, reason)
-    report = _report(state, current, phase, reason)
-    state.decide(Ended(report=report))
-    keep(state, report)
-    state.round, state.last_round_end = None, state.now
-    return report
-
-
-def _report(state: State, current: Round, phase: RoundPhase, reason: str) -> RoundReport:
     committed_at = current.committed_at
     out = {member.replica_id: member.reason for member in current.participants if member.out}
-    return RoundReport(
+    report = RoundReport(
         round_id=current.round_id,
         version=current.version,
         label=current.label,
@@ -315,6 +307,10 @@ def _report(state: State, current: Round, phase: RoundPhase, reason: str) -> Rou
         fenced={**current.left_behind, **out},
         not_drained=dict(current.not_drained),
     )
+    state.decide(Ended(report=report))
+    keep(state, report)
+    state.round, state.last_round_end = None, state.now
+    return report
 
 
 def _timings(current: Round, replica_id: str) -> ReplicaTimings:
@@ -337,10 +333,6 @@ def keep(state: State, report: RoundReport) -> None:
         kept += len(timings)
         if timings and kept > KEPT_TIMINGS and index < len(history) - 1:
             history[index] = replace(history[index], replicas={}, proof={})
-
-
-def ended(state: State, round_id: int) -> RoundReport | None:
-    return next((each for each in reversed(state.history) if each.round_id == round_id), None)
 
 
 def undecided(state: State, round_id: int) -> Round:
@@ -375,7 +367,7 @@ def closed(state: State, round_id: int, label: str | None) -> PendingCall | None
         if current.close is None and current.decided:
             current.close = PendingCall(name="close_round", round_id=round_id)
         return current.close
-    report = ended(state, round_id)
+    report = next((each for each in reversed(state.history) if each.round_id == round_id), None)
     if report is None:
         return None
     call = PendingCall(name="close_round", round_id=round_id)

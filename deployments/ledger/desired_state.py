@@ -52,7 +52,8 @@ def call_fleet(state: State, operation: Operation) -> PendingCall:
     waits = isinstance(operation, Pause | Sleep) and operation.mode is InFlight.WAIT
     if isinstance(operation, LASTING) and not waits:
         _supersede(state, operation)
-    call = membership.expect(state, RunOperation.name, state.serving(), on_complete=_called)
+    call = PendingCall(name=RunOperation.name, waiting=set(state.serving()), on_complete=_called)
+    state.pending.append(call)
     state.operations[call] = pending = PendingOperation(operation=operation)
     if waits:
         _drain(state, call, pending)

@@ -192,7 +192,8 @@ class Ledger:
     def lost(self, processes: Iterable[tuple[str, str]], reason: str, now: float) -> None:
         state = self._at(now)
         for replica_id, incarnation in processes:
-            admission.lost(state, replica_id, incarnation, reason)
+            if (member := state.find(replica_id, incarnation)) is not None:
+                admission.gone(state, member, reason)
         self.advance(now)
 
     def silent_since(self, before: float) -> list[tuple[str, str]]:

@@ -22,7 +22,6 @@ from deployments.ledger.state import (
     PendingDrain,
     QueuedInstruction,
     State,
-    Verdict,
     classify,
 )
 from deployments.protocol import poll
@@ -38,7 +37,8 @@ def send(
     on_complete: OnComplete | None = None,
     round_id: int | None = None,
 ) -> PendingCall:
-    call = expect(state, name, bodies, on_complete=on_complete, round_id=round_id)
+    call = PendingCall(name=name, waiting=set(bodies), on_complete=on_complete, round_id=round_id)
+    state.pending.append(call)
     for member, body in bodies.items():
         queue(state, member, body, call)
     return call
@@ -50,28 +50,6 @@ def send_or_fence(state: State, member: Member, body: poll.Body) -> None:
 
 def _fence_not_done(state: State, call: PendingCall) -> None:
     fence_each(state, classify(call).not_done, call.name)
-
-
-def expect(
-    state: State,
-    name: str,
-    members: Iterable[Member],
-    *,
-    on_complete: OnComplete | None = None,
-    round_id: int | None = None,
-    certain: bool = False,
-    batch: set[Member] | None = None,
-) -> PendingCall:
-    call = PendingCall(
-        name=name,
-        waiting=set(members),
-        on_complete=on_complete,
-        certain=certain,
-        batch=batch,
-        round_id=round_id,
-    )
-    state.pending.append(call)
-    return call
 
 
 def queue(state: State, member: Member, body: poll.Body, call: PendingCall | None = None) -> None:
@@ -260,7 +238,8 @@ def check_deadlines(state: State) -> list[str]:
     return silent
 
 
-def count_failed_transfers(state: State, verdict: Verdict, action: str, missing: Mapping[str, str]) -> None:
+def count_failed_transfers(state: State, call: PendingCall, missing: Mapping[str, str]) -> None:
+    verdict = classify(call)
     failed = verdict.transfer_failed if verdict.done else missing
     for replica_id, reason in failed.items():
         member = state.members.get(replica_id)
@@ -270,7 +249,7 @@ def count_failed_transfers(state: State, verdict: Verdict, action: str, missing:
         if member.failed_transfers >= MAX_FAILED_TRANSFERS:
             fault = "while others received" if verdict.done else "and did not answer its peers"
             times = f"failed {member.failed_transfers} times in a row {fault}"
-            fence(state, member, f"{action}: {times}: {reason}")
+            fence(state, member, f"{call.name}: {times}: {reason}")
 
 
 def _forbid(state: State, member: Member, reason: str) -> None:
@@ -315,7 +294,8 @@ def begin_drain(
             state.record("drain_expired", what=what, running=dict(drain.late), timeout_s=timeout_s, then=then)
         on_end(drain)
 
-    call = expect(state, poll.Drain.name, members, on_complete=ended)
+    call = PendingCall(name=poll.Drain.name, waiting=set(members), on_complete=ended)
+    state.pending.append(call)
     drain = PendingDrain(drain_id=drain_id, call=call, due=state.now + timeout_s)
     state.drains.append(drain)
     bodies = {member: poll.Drain(drain_id=drain_id) for member in members}

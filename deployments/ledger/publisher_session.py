@@ -131,7 +131,7 @@ def _connected(state: State, call: PendingCall, *, connection: Connection) -> No
         call.finish(error=InvalidRequest(reason, {"replicas": not_done}))
         return
     membership.fence_each(state, verdict.to_fence, Connect.name)
-    membership.count_failed_transfers(state, verdict, Connect.name, connection.missing(call))
+    membership.count_failed_transfers(state, call, connection.missing(call))
     lacking = {**absent, **not_done}
     reason = f"connect again, these replicas are gone or lack their peers: {join_reasons(lacking)}"
     call.finish(error=Conflict(reason, {"connect_again": True, "replicas": lacking}))

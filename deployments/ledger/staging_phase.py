@@ -102,7 +102,8 @@ def send(state: State, round_id: int, payload: JsonValue | poll.FilePart) -> Pen
     current.go_on(RoundPart.STAGE, state.now)
     current.sent_bytes += payload.size_bytes if isinstance(payload, poll.FilePart) else 0
     members = current.remaining()
-    call = membership.expect(state, poll.Receive.name, members, on_complete=_answered, round_id=round_id)
+    call = PendingCall(name=poll.Receive.name, waiting=set(members), on_complete=_answered, round_id=round_id)
+    state.pending.append(call)
 
     def queue() -> None:
         for member in current.remaining():
@@ -280,7 +281,7 @@ def _answered(state: State, call: PendingCall) -> None:
     else:
         membership.fence_each(state, verdict.to_fence, call.name)
         missing = {} if current.connection is None else current.connection.missing(call)
-        membership.count_failed_transfers(state, verdict, call.name, missing)
+        membership.count_failed_transfers(state, call, missing)
         if verdict.publisher_at_fault:
             rejected = dict(verdict.rejected)
             error = errors.InvalidRequest(

@@ -1,6 +1,6 @@
 import pytest
 
-from deployments.ledger.adapter_catalog import REMEMBERED, next_adapter, numbered
+from deployments.ledger.adapter_loads import REMEMBERED, next_adapter, numbered
 from deployments.protocol.adapters import (
     Adapter,
     AdapterCatalog,
