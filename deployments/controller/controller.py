@@ -17,7 +17,6 @@ from deployments.calls.rpc import CallAddress, CallServer
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.ray_cluster import IsAlive, Kill
-from deployments.controller.rollout_calls import Rollouts
 from deployments.controller.store_keeper import StoreKeeper, hold_claim
 from deployments.host import tracing
 from deployments.ledger.ledger import Ledger
@@ -30,6 +29,7 @@ from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, S
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import Event, FleetStatus, Health, SizeStatus
 from deployments.protocol.rollouts import RolloutLimits
+from deployments.rollouts.store import Rollouts
 from deployments.weights.store.versions import Store
 
 BUSY_POLL_S = 0.2  # a replica that runs an instruction polls again soon

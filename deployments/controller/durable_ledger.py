@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deployments.controller import event_counts
+from deployments.controller.events import LogLines, count
 from deployments.controller.journal import Journal
-from deployments.controller.log_lines import LogLines
 from deployments.controller.ray_cluster import IsAlive, Kill, ReplicaProcesses
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.host.logs import serve_logger
@@ -260,7 +259,7 @@ class DurableLedger:
         if self._on_disk == self._made:  # the log must not state what may be lost
             events = self._ledger.events_since(self._log_lines.last_id)
             self._log_lines.write(events)
-            event_counts.count(events, self._ledger.state.history)
+            count(events, self._ledger.state.history)
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -6,14 +6,16 @@ takes milliseconds. `max_gib` bounds what agents add; calls that empty a full fi
 beyond it. The journal's lock keeps other controllers away.
 """
 
+import asyncio
 import json
 import math
 import sqlite3
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ PRAGMA user_version={SCHEMA};
 COMMIT;
 """
 
+DISK_S = 60.0
 RESERVE_PAGES = 1 << 14  # 64 MiB
 MAX_TAKEN = 1 << 20  # no turn is recorded for half a second; some 30 MB of JSON
 TAKEN_BYTES = 30  # per token; its routed experts count as further tokens
@@ -323,3 +326,45 @@ def _steady_clock() -> Callable[[], float]:
     """Seconds since 1970. A step of the host's clock would end groups, or never end them."""
     began = time.time() - time.monotonic()
     return lambda: began + time.monotonic()
+
+
+class Rollouts:
+    """The store in its own thread: a slow disk delays neither decisions nor polls. Raises JournalError: the
+    file cannot be used. `limits` None: no rollout is captured."""
+
+    def __init__(self, directory: Path, limits: RolloutLimits | None, fleet_id: str) -> None:
+        self._store = None if limits is None else RolloutStore(directory, limits, fleet_id)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+
+    async def call(self, name: str, current: Mapping[str, int], *arguments: Any) -> Any:
+        """A method of `RolloutStore`, whose changes are on the disk; the JSON of `take` is bytes.
+
+        Args:
+            current: versions by policy.
+
+        Raises:
+            InvalidRequest: rollouts are off.
+            FleetUnavailable: the disk hangs or is full. The call may be sent again.
+        """
+        if self._store is None:
+            raise InvalidRequest(
+                "this fleet captures no rollouts: expected the section 'rollouts' in its settings, got none"
+            )
+        if name == "take":
+            arguments = (*arguments, current)
+        work = partial(getattr(self._store, name), *arguments)
+        loop = asyncio.get_running_loop()
+        done = loop.run_in_executor(self._thread, work)
+        try:
+            async with asyncio.timeout(DISK_S):
+                answer = await asyncio.shield(done)
+                await loop.run_in_executor(self._thread, self._store.sync)  # after all that wait by now
+                return answer
+        except TimeoutError:
+            done.cancel()
+            raise FleetUnavailable(f"the disk of the rollouts has not answered for {DISK_S:g} s") from None
+
+    async def aclose(self) -> None:
+        if self._store is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
+        self._thread.shutdown(wait=False)

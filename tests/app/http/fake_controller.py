@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import JsonValue
 from ray.exceptions import ActorDiedError
 
-from deployments.controller.rollout_calls import Rollouts
 from deployments.ledger.decisions import Committed, Ended, Opened
 from deployments.ledger.publisher_session import gives_way
 from deployments.ledger.state import PendingCall
@@ -23,6 +22,7 @@ from deployments.protocol.ledger_config import SizeLimits
 from deployments.protocol.poll import CommitMode, FilePart, KvCache
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import Event, FleetStatus, Health
+from deployments.rollouts.store import Rollouts
 from tests.app.http.fake_status import report
 from tests.deployments.ledger.ledger_scene import Scene
 

@@ -16,9 +16,9 @@ from app.http.auth import Guard
 from app.http.ingress import build_app
 from app.settings.security import Tokens, TokenSource
 from deployments.calls.http_server import HttpServer
-from deployments.controller.rollout_calls import Rollouts
 from deployments.protocol.responses import RunPosition
 from deployments.protocol.rollouts import RolloutLimits
+from deployments.rollouts.store import Rollouts
 from deployments.router.forwarding import RouterLimits
 from deployments.router.router import Router
 from tests.app.http.fake_controller import Handle

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from deployments.controller.rollout_calls import Rollouts
 from deployments.protocol.errors import InvalidRequest
+from deployments.rollouts.store import Rollouts
 from tests.deployments.controller.fleet import Fleet
 from tests.deployments.rollouts.turns import LIMITS, captured, request
 

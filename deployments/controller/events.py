@@ -1,16 +1,20 @@
-"""The operator's log: one line per ledger event that changes what the fleet does.
+"""What operators see of the ledger's events: a line in the log for each that changes what the fleet does, and
+Prometheus' counts of rounds and fences.
 
 `/fleet/events` carries the same events for programs. `docs/operating/runbook.md` explains each line; a test
 checks it.
 """
 
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
+from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import Event
+from deployments.serve.instruments import FENCES, ROUND, ROUND_GAP, ROUND_PART, Record, record
 
 logger = serve_logger()
 
@@ -115,3 +119,27 @@ def _counts(running: object) -> str:
 def _replicas(ids: object) -> str:
     count = len(ids) if isinstance(ids, list) else 0
     return "1 replica" if count == 1 else f"{count} replicas"
+
+
+_ACTION = re.compile(r"([a-z_]+): ")
+
+
+def count(events: Iterable[Event], rounds: Sequence[RoundReport], record: Record = record) -> None:
+    """`rounds`: those that ended."""
+    for event in events:
+        if event.name == "fence":
+            record(FENCES, reason=kind_of(str(event.fields["reason"])))
+        elif event.name == "round" and event.fields["phase"] in ("committed", "aborted"):
+            for report in (each for each in rounds if each.round_id == event.fields["round_id"]):
+                record(ROUND, report.duration_s, outcome=report.phase)
+                if report.phase == "committed":
+                    for part, spent_s in report.parts.items():
+                        record(ROUND_PART, spent_s, part=part)
+                    for timings in report.replicas.values():
+                        record(ROUND_GAP, timings.gap_s)
+
+
+def kind_of(reason: str) -> str:
+    if found := _ACTION.match(reason):
+        return found[1]
+    return "deadline" if reason.startswith("missed the deadline") else "other"

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.controller.event_counts import count, kind_of
-from deployments.controller.log_lines import LogLines
+from deployments.controller.events import LogLines, count, kind_of
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 from deployments.protocol.responses import Event
 from deployments.serve.instruments import FENCES, ROUND, ROUND_GAP, ROUND_PART
@@ -16,8 +15,7 @@ from tests.deployments.recorded import Recorded
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     """Level and text of each, without what others log."""
-    module = "log_lines"
-    return [(each.levelname, each.getMessage()) for each in caplog.records if each.module == module]
+    return [(each.levelname, each.getMessage()) for each in caplog.records if each.module == "events"]
 
 
 @pytest.fixture(autouse=True)
