@@ -48,7 +48,7 @@ class Ours:
     """
 
     def __init__(self, engine: Any, kv_cache: KvCache = KvCache.KEEP, *, states_digests: bool = True) -> None:
-        from deployments.replica.staged_member import StagedMember
+        from deployments.replica.member import StagedMember
 
         self.engine = engine
         self._member = StagedMember(engine)

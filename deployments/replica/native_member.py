@@ -22,11 +22,10 @@ from pydantic import JsonValue
 from deployments.protocol import poll
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import PayloadRejected
-from deployments.replica.member import EngineMember
+from deployments.replica.member import EngineMember, StagedMember
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.scoring import Proof
 from deployments.replica.server_arguments import EngineSpec
-from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.staged_update import compare
 from deployments.weights.store.checkpoint_files import MISTRAL
 from deployments.weights.store.file_read import FileRead

@@ -16,7 +16,7 @@ from typing import Any
 
 from deployments.host.logs import serve_logger
 from deployments.host.shared_memory import DIRECTORY, owner
-from deployments.weights.staging.worker_reports import MAX_MESSAGE
+from deployments.weights.staging.staged_update import MAX_MESSAGE
 
 CONNECT_S = 10.0
 

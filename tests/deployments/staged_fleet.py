@@ -21,7 +21,7 @@ from deployments.controller.controller import Controller
 from deployments.protocol.ledger_config import LedgerConfig
 from deployments.replica.follower import Follower
 from deployments.replica.host_store import HostStore
-from deployments.replica.staged_member import StagedMember
+from deployments.replica.member import StagedMember
 from tests.app.http.fake_controller import Handle
 from tests.app.http.serving import FakeRouter, no_metrics, tokens
 from tests.deployments.replica.fake_vllm import FakeEngine, FakeLlm

@@ -1,21 +1,40 @@
-"""What has arrived of one update at a worker."""
+"""What has arrived of one update at a worker, and its reports of it to the replica."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from deployments.protocol.errors import TransferFailed
-from deployments.protocol.poll import Check, Outcome
-from deployments.weights.staging.worker_reports import MAX_MESSAGE, StagingState
+from deployments.protocol.poll import Check, FilePart, Outcome, StoreResult, WriteVersion
 from deployments.weights.wire.checkpoint_schema import join_reasons, repeated
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype, shape
+T = TypeVar("T")
+MAX_MESSAGE = 2000  # characters: names are the publisher's, and a line to the replica is limited
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingState:
+    """State of an update, or of a connection, which counts as one payload."""
+
+    payloads_done: int
+    size_bytes: int
+    stage_s: float
+    verify_s: float  # GPU: the time to launch the digests
+    outcome: Outcome
+    message: str = ""  # when not DONE
+    digest: str = ""
+    checks: tuple[Check, ...] = ()
+    drafter: bool | None = None  # whether a drafter's tensors came; None: there is no drafter
+    missing_ranks: tuple[int, ...] = ()
+
 
 _NOTHING = StagingState(payloads_done=0, size_bytes=0, stage_s=0.0, verify_s=0.0, outcome=Outcome.DONE)
 
@@ -107,3 +126,16 @@ def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Dige
     wrong = [f"{names[i]!r} holds NaN or infinity" for i in np.flatnonzero(nonfinite)]
     if wrong:
         raise ValueError(join_reasons(wrong))
+
+
+_KINDS = (StagingState, StoreResult, FilePart, WriteVersion)
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
+
+
+def to_wire(report: Any) -> dict[str, Any]:
+    """In the JSON types of calls to a worker."""
+    return _ADAPTERS[type(report)].dump_python(report, mode="json")
+
+
+def from_wire(kind: type[T], encoded: Any) -> T:
+    return _ADAPTERS[kind].validate_python(encoded)

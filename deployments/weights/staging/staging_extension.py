@@ -12,8 +12,8 @@ from vllm.config import set_current_vllm_config
 from deployments.protocol.poll import FilePart, WriteVersion
 from deployments.weights.staging.drafted_model import PolicyAndDrafter
 from deployments.weights.staging.host import load_with_drafter, reload_refusal, replacing_all
+from deployments.weights.staging.staged_update import from_wire, to_wire
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
-from deployments.weights.staging.worker_reports import from_wire, to_wire
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 from deployments.weights.wire.digest import digests

@@ -12,13 +12,14 @@ All that may wait for a peer runs on the staging thread.
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Set
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch._C import set_num_threads  # vLLM's CPU worker replaces torch's own name for it
 from vllm.config import ModelConfig, VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -31,9 +32,7 @@ from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Check, FilePart, Outcome
 from deployments.weights.staging.base import Staging
 from deployments.weights.staging.drafted_model import PolicyAndDrafter, with_drafter
-from deployments.weights.staging.staged_update import StagedUpdate
-from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for
-from deployments.weights.staging.worker_reports import StagingState
+from deployments.weights.staging.staged_update import StagedUpdate, StagingState
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, model_files, schema_of, write_model_files
 from deployments.weights.store.version_writer import RetainedVersions, VersionWriter
@@ -45,6 +44,10 @@ from deployments.weights.wire.digest import inspect
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 Chunks = Callable[[], Iterator[ReceivedChunk]]
+
+VERIFY_S = 120.0  # loads the last layers, reads all digests back
+DROP_S = 15.0  # the engine does not decode meanwhile
+_POLL_S = 0.0001
 
 logger = init_logger(__name__)
 
@@ -127,7 +130,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         or ValueError (wrong payload)."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        self._begin(StagedUpdate())
+        self._begin()
         self._submit(self._connect, init_info)
 
     def _connect(self, update: StagedUpdate, init_info: Init) -> None:
@@ -138,20 +141,17 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         raise AssertionError("payloads are staged by update_weights, never loaded directly")
 
     def start_weight_update(self) -> None:
-        self._begin(StagedUpdate())
+        self._begin()
         self.staging.begin()
 
-    def _begin(self, update: StagedUpdate) -> None:
-        self._update = self._reported = update
+    def _begin(self) -> None:
+        self._update = self._reported = StagedUpdate()
         self._reading = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class's calls torch.accelerator.synchronize(), which waits for the staging; a CPU has none.
         assert self._update is not None
-        self._submit(self._stage_payload, partial(self._receive, update_info))
-
-    def _receive(self, update_info: dict[str, Any]) -> Iterator[ReceivedChunk]:
-        return self.receive(self.parse_update_info(update_info))
+        self._submit(self._stage_payload, lambda: self.receive(self.parse_update_info(update_info)))
 
     def read_part(self, part: FilePart) -> None:
         """`update_weights` from a file of this host."""
@@ -310,6 +310,72 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
                 f"{join_reasons(sorted(wrong))} must equal a tensor of the policy: they were equal when this "
                 "engine started, so it has one tensor for both; leave it out"
             )
+
+
+class Throttle:
+    """Delays between chunks on a GPU, from the cost per byte of the fastest chunk so far. None after the
+    first, which compiles kernels."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._per_byte: float | None = None  # seconds
+        self._share = 1.0
+        self._since = clock()
+
+    def begin(self, share: float) -> None:
+        self._share = share
+        self._since = self._clock()
+
+    def delay_s(self, size_bytes: int) -> float:
+        elapsed = self._clock() - self._since
+        per_byte = elapsed / max(size_bytes, 1)
+        if self._per_byte is None:
+            self._per_byte = per_byte
+            return 0.0
+        self._per_byte = min(self._per_byte, per_byte)
+        return max(0.0, self._per_byte * size_bytes / self._share - elapsed)
+
+    def resume(self) -> None:
+        self._since = self._clock()
+
+
+class StagingThread:
+    """Runs work in order, without gradients; on a GPU, on a stream beside the engine's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._engine_threads = torch.get_num_threads()
+        self._executor = self._new_executor()
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        return self._executor.submit(self._beside_the_engine, work, *arguments)
+
+    def _beside_the_engine(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        with torch.no_grad(), torch.cuda.stream(self.stream):  # selects its device too; None: nothing
+            return work(*arguments)
+
+    def run(self, work: Callable[..., None], *arguments: Any, limit_s: float) -> None:
+        try:
+            self.submit(work, *arguments).result(limit_s)
+        except TimeoutError as error:
+            raise RuntimeError(f"the staging thread did not finish within {limit_s:g} s") from error
+
+    def renew(self) -> None:
+        """The old thread exits after its work."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor = self._new_executor()
+
+    def _new_executor(self) -> ThreadPoolExecutor:
+        if self.stream is not None:
+            return ThreadPoolExecutor(1, "staging")
+        # On a CPU the engine's parallel operations wait for their slowest thread.
+        return ThreadPoolExecutor(1, "staging", set_num_threads, (max(1, self._engine_threads // 4),))
+
+
+def wait_for(event: torch.Event) -> None:
+    # event.synchronize() spins, on a core and in the driver, beside the thread that decodes.
+    while not event.query():
+        time.sleep(_POLL_S)
 
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:

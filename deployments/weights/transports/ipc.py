@@ -20,8 +20,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransfe
 
 from deployments.host.shared_memory import remove_orphans, remove_segment
 from deployments.protocol.errors import TransferFailed
-from deployments.weights.staging.staging_thread import wait_for
-from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
+from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine, wait_for
 from deployments.weights.transports.ipc_channel import (
     ABANDONED,
     BUFFERS,

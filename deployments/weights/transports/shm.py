@@ -72,9 +72,6 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
             self.client.init_weight_transfer_engine({})
 
     def transfer(self, calls: ThreadPoolExecutor) -> None:
-        if not self.is_sender:
-            self.join_gathers()
-            return
         receiving: Future[None] | None = None
         for index, chunk in enumerate(self.packer.chunks):
             segment, mapping = create_mapping(chunk.size_bytes)

@@ -15,8 +15,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInf
 from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter
 
 from deployments.weights.staging.staged_update import StagedUpdate
-from deployments.weights.staging.staging_thread import wait_for
-from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
+from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine, wait_for
 from deployments.weights.transports.ipc_channel import gpu_uuid
 from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.vllm_packing import (

@@ -175,7 +175,10 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
             self.client.start_weight_update()
         calls = ThreadPoolExecutor(max_workers=1)
         try:
-            self.transfer(calls)
+            if self.is_sender:
+                self.transfer(calls)
+            else:
+                self.join_gathers()
         except BaseException:  # receivers must not wait for the other chunks
             self.abandon_round()
             raise
@@ -196,9 +199,10 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
 
     @abstractmethod
     def transfer(self, calls: ThreadPoolExecutor) -> None:
-        """Send all chunks, and submit the receiving calls to `calls`."""
+        """On the sender: send all chunks, and submit the receiving calls to `calls`."""
 
     def join_gathers(self) -> None:
+        """On the other ranks."""
         self.packer.drain()
 
     def abandon_round(self) -> None:
@@ -209,9 +213,6 @@ class OnePayloadSender(WeightSender[Init], Generic[Init]):
     """One payload a round, received inside one call."""
 
     def transfer(self, calls: ThreadPoolExecutor) -> None:
-        if not self.is_sender:
-            self.join_gathers()
-            return
         receiving = calls.submit(self.client.update_weights, self.payload())
         self.send(receiving)
         receiving.result()

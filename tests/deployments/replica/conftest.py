@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # they load vLLM, which most tests of this folder need not
-    from deployments.replica.staged_member import StagedMember
+    from deployments.replica.member import StagedMember
     from tests.deployments.replica.fake_vllm import FakeLlm
 
 

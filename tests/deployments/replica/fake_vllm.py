@@ -9,9 +9,9 @@ from fastapi import FastAPI
 from deployments.protocol.engine_state import SleepTag
 from deployments.protocol.poll import Check, Outcome, StoreResult
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES
+from deployments.replica.member import StagedMember
 from deployments.replica.replica_engine import ReplicaEngine
-from deployments.replica.staged_member import StagedMember
-from deployments.weights.staging.worker_reports import StagingState, to_wire
+from deployments.weights.staging.staged_update import StagingState, to_wire
 
 CHECKS = (Check.NAMES, Check.COMPLETE, Check.FINITE, Check.DIGESTS)
 DONE = StagingState(

@@ -20,7 +20,7 @@ from deployments.replica.engine_load import JUDGED, watch_load
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.server_arguments import EngineSpec, check_drafting
 from deployments.vllm_versions import OLD
-from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
+from deployments.weights.staging.staged_update import StagingState, from_wire, to_wire
 from deployments.weights.store.checkpoint_files import Checkpoint, stated
 from tests.deployments.weights.staging.drafted import save_policy, version
 from tests.fleet.talk import ENVIRONMENT, Reference

@@ -16,8 +16,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.protocol.poll import Directive, Instruction, Report
 from deployments.replica.follower import Follower
+from deployments.replica.member import StagedMember
 from deployments.replica.replica_engine import ReplicaEngine
-from deployments.replica.staged_member import StagedMember
 from tests.deployments.replica.round_instructions import COMMIT
 
 

@@ -26,10 +26,9 @@ from deployments.protocol.engine_state import Disconnect, InFlight, Pause, Resum
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import Body, Directive, Instruction, Outcome, Report
 from deployments.replica.follower import Follower
-from deployments.replica.member import EngineMember
+from deployments.replica.member import EngineMember, StagedMember
 from deployments.replica.native_member import NativeMember
 from deployments.replica.server_arguments import EngineSpec
-from deployments.replica.staged_member import StagedMember
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.chunk_layout import describe

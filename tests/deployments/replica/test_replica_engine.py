@@ -6,8 +6,8 @@ from fastapi import FastAPI
 from deployments.protocol.engine_state import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.poll import Commit, Draining, KvCache, RunOperation
 from deployments.replica import replica_engine
+from deployments.replica.member import StagedMember
 from deployments.replica.replica_engine import DRAIN_POLL_S, EngineDrain, ReplicaEngine
-from deployments.replica.staged_member import StagedMember
 from tests.deployments.replica.fake_vllm import FakeLlm
 
 WEIGHTS, KV_CACHE = SleepTag.WEIGHTS, SleepTag.KV_CACHE

@@ -17,9 +17,9 @@ from deployments.protocol import poll
 from deployments.protocol.adapters import Adapter, LoadAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.replica.host_store import HostStore
-from deployments.replica.staged_member import StagedMember
+from deployments.replica.member import StagedMember
 from deployments.replica.worker_calls import answer_calls, open_connection
-from deployments.weights.staging.worker_reports import from_wire, to_wire
+from deployments.weights.staging.staged_update import from_wire, to_wire
 from deployments.weights.store.owner import OWNER, claim, own
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
@@ -177,7 +177,7 @@ LOCK_POLL_S = 0.02
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCK_POLL_S", "STORE_RETRY_S", "STORE_POLL_S"):
-        monkeypatch.setattr(f"deployments.replica.staged_member.{name}", LOCK_POLL_S)
+        monkeypatch.setattr(f"deployments.replica.member.{name}", LOCK_POLL_S)
 
 
 def store_at(directory: Path, *, shared: bool = True) -> HostStore:
@@ -289,8 +289,8 @@ async def test_no_store_is_begun_where_its_disk_is_not_mounted(
 async def test_a_disk_that_hangs_frees_the_lock(
     member: StagedMember, llm: FakeLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deployments.replica.staged_member.WRITE_S", 0.1)
-    monkeypatch.setattr("deployments.replica.staged_member.STORE_RETRY_S", 60.0)
+    monkeypatch.setattr("deployments.replica.member.WRITE_S", 0.1)
+    monkeypatch.setattr("deployments.replica.member.STORE_RETRY_S", 60.0)
     member.store = store_at(tmp_path)
     await commit(member)
     await reached(lambda: member.store_result is not None)

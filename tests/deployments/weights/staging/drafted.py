@@ -26,7 +26,7 @@ from deployments.weights.staging.base import Staging
 from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
 from deployments.weights.staging.drafted_model import PolicyAndDrafter, install, with_drafter
 from deployments.weights.staging.host import HostStaging
-from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
+from deployments.weights.staging.staged_update import StagingState, from_wire, to_wire
 from deployments.weights.store.checkpoint_files import Checkpoint, stated
 from deployments.weights.store.versions import DRAFTER, DRAFTER_DIRECTORY, mtp_names
 from tests.deployments.weights.staging.families import init_parallel_state, use_kernels

@@ -20,8 +20,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from deployments.replica.worker_extension import WorkerExtension
 from deployments.weights.staging.cpu_shadow import CpuShadowStaging
+from deployments.weights.staging.staged_update import StagingState, from_wire
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
-from deployments.weights.staging.worker_reports import StagingState, from_wire
 from deployments.weights.wire.chunk_layout import ReceivedChunk, pack, packed_chunk, plan_chunks
 
 Tensors = list[tuple[str, torch.Tensor]]

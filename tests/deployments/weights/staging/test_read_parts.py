@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.protocol.poll import FilePart, Outcome
-from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
+from deployments.weights.staging.staged_update import StagingState, from_wire, to_wire
 from deployments.weights.store.checkpoint_files import Checkpoint, stated
 from deployments.weights.store.file_read import FileRead
 from tests.deployments.weights.staging.memory_worker import MemoryWorker, Tensors, weights, write_checkpoint

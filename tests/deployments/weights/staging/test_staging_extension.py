@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Outcome, StoreResult, WriteVersion
-from deployments.weights.staging.worker_reports import MAX_MESSAGE, StagingState, from_wire, to_wire
+from deployments.weights.staging.staged_update import MAX_MESSAGE, StagingState, from_wire, to_wire
 from deployments.weights.store.owner import claim
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from tests.deployments.weights.staging.memory_worker import (

@@ -10,7 +10,7 @@ import torch
 
 from deployments.weights.staging import transfer_engine as engine_module
 from deployments.weights.staging.host import HostStaging
-from deployments.weights.staging.staging_thread import StagingThread, Throttle
+from deployments.weights.staging.transfer_engine import StagingThread, Throttle
 from tests.clock import Clock
 from tests.deployments.weights.staging.memory_worker import MemoryWorker, weights, write_checkpoint
 

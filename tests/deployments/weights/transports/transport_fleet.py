@@ -23,8 +23,8 @@ from vllm.distributed.weight_transfer import ParamMeta
 from deployments.protocol.poll import FilePart, Outcome
 from deployments.vllm_versions import Source
 from deployments.weights.staging.host import HostStaging
+from deployments.weights.staging.staged_update import StagingState
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
-from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, view
 from deployments.weights.wire.digest import digests
