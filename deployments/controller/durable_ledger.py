@@ -15,7 +15,7 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -156,8 +156,8 @@ class DurableLedger:
         if not self._running:
             loop = asyncio.get_running_loop()
             self._running = [
-                loop.create_task(each)
-                for each in (self._tick_forever(), self._watch_forever(), self._keep_journal())
+                loop.create_task(self._every_tick(each))
+                for each in (self._tick, self._watch, partial(self._reserve, look=True))
             ]
 
     def now(self) -> float:
@@ -290,11 +290,6 @@ class DurableLedger:
         self._written.set()
         self._waits.end_all()
 
-    async def _keep_journal(self) -> None:
-        while self._failure is None:
-            await asyncio.sleep(self._tick_s)
-            await self._reserve(look=True)
-
     async def _reserve(self, *, look: bool = False) -> None:
         known = self._journal.has_space and self._no_space is None and not look
         if self._failure is not None or known:
@@ -318,29 +313,27 @@ class DurableLedger:
         except TimeoutError:
             raise TimeoutError(f"the disk has not answered for {DISK_S:g} s") from None
 
-    async def _tick_forever(self) -> None:
+    async def _every_tick(self, work: Callable[[], Awaitable[None]]) -> None:
         while self._failure is None:
             await asyncio.sleep(self._tick_s)
             try:
-                silent = self._ledger.tick(self.now())
-                self.change()
-                for replica_id in silent:
-                    self._processes.kill(replica_id)
-                if self._on_disk == self._made:  # a successor may still need what an unwritten decision frees
-                    self._store.remove_old()
-            except Exception:  # the ticker enforces every deadline and must continue
-                logger.exception("controller tick failed")
+                await work()
+            except Exception:  # it enforces deadlines and must continue
+                logger.exception("the controller failed in what it does every %g s", self._tick_s)
 
-    async def _watch_forever(self) -> None:
-        while self._failure is None:
-            await asyncio.sleep(self._tick_s)
-            try:
-                silent = self._ledger.silent_since(self.now() - self._silent_s)
-                if gone := await self._processes.gone(silent):
-                    self._ledger.lost(gone, "its process is gone", self.now())
-                    self.change()
-            except Exception:  # silent replicas must be looked up again
-                logger.exception("failed to look up silent replicas")
+    async def _tick(self) -> None:
+        silent = self._ledger.tick(self.now())
+        self.change()
+        for replica_id in silent:
+            self._processes.kill(replica_id)
+        if self._on_disk == self._made:  # a successor may still need what an unwritten decision frees
+            self._store.remove_old()
+
+    async def _watch(self) -> None:
+        silent = self._ledger.silent_since(self.now() - self._silent_s)
+        if gone := await self._processes.gone(silent):
+            self._ledger.lost(gone, "its process is gone", self.now())
+            self.change()
 
     def release(self) -> None:
         self._close()
