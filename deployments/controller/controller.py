@@ -25,7 +25,15 @@ from deployments.protocol.adapters import Adapter, AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import Operation
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
 from deployments.protocol.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
-from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Scores, Unloadable
+from deployments.protocol.poll import (
+    Directive,
+    FilePart,
+    JoinAnswer,
+    Report,
+    Scores,
+    StoredVersion,
+    Unloadable,
+)
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import Event, FleetStatus, Health, SizeStatus
 from deployments.protocol.rollouts import RolloutLimits
@@ -217,10 +225,10 @@ class Controller:
         async with self._durable.answer():
             return self._ledger.join(replica_id, incarnation, self._durable.now(), unloadable)
 
-    async def stored_weights(self, version: int, path: str) -> JoinAnswer:
+    async def stored_version(self, version: int, path: str) -> StoredVersion:
         """What a trainer's host must have at `path`, and which replicas may give it."""
         async with self._durable.answer():
-            return self._ledger.stored_weights(version, path)
+            return self._ledger.stored_version(version, path)
 
     async def call_address(self) -> CallAddress:
         """The only method that is called over Serve's handle."""

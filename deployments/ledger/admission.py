@@ -21,8 +21,15 @@ from deployments.ledger import (
 from deployments.ledger.state import Delivered, Member, MemberState, PendingCall, State, classify
 from deployments.protocol.engine_state import equivalent
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.poll import CatchUp, Directive, JoinAnswer, Report, RunOperation, Unloadable
-from deployments.protocol.routing import ReplicaEndpoint
+from deployments.protocol.poll import (
+    CatchUp,
+    Directive,
+    JoinAnswer,
+    Report,
+    RunOperation,
+    StoredVersion,
+    Unloadable,
+)
 
 
 def on_report(state: State, report: Report) -> bool:
@@ -165,24 +172,19 @@ def first_weights(
     told = state.stored
     if told is None or stored_versions.refused(state, incarnation, told.version):
         served = state.initial is not None and bool(state.serving() or state.returning())
-        return JoinAnswer(version=0, path=None, initial=state.initial, served=served)
-    return stored_weights(state, told.version, told.path)
+        return JoinAnswer(initial=state.initial, served=served)
+    return JoinAnswer(stored=stored_version(state, told.version, told.path))
 
 
-def stored_weights(state: State, version: int, path: str) -> JoinAnswer:
-    return JoinAnswer(
+def stored_version(state: State, version: int, path: str) -> StoredVersion:
+    endpoints = (each.endpoint for each in state.live() if each.endpoint is not None)
+    return StoredVersion(
         version=version,
         path=path,
         fleet_id=state.fleet_id,
         digest=state.digest_of(version),
-        holders=_holders(state),
+        holders=() if state.config.shared_store else tuple(endpoints),
     )
-
-
-def _holders(state: State) -> tuple[ReplicaEndpoint, ...]:
-    if state.config.shared_store:
-        return ()
-    return tuple(member.endpoint for member in state.live() if member.endpoint is not None)
 
 
 def advance(state: State) -> None:
@@ -229,13 +231,7 @@ def _catch_up(state: State, member: Member) -> None:
         return
     if stored_versions.refused(state, member.incarnation, stored.version):
         return
-    body = CatchUp(
-        version=stored.version,
-        path=stored.path,
-        fleet_id=state.fleet_id,
-        digest=state.digest_of(stored.version),
-        holders=_holders(state),
-    )
+    body = CatchUp(stored=stored_version(state, stored.version, stored.path))
     on_complete = partial(_caught_up, version=stored.version, sent=state.now)
     membership.send(state, CatchUp.name, {member: body}, on_complete=on_complete)
 

@@ -42,6 +42,7 @@ from deployments.protocol.poll import (
     JoinAnswer,
     Report,
     Scores,
+    StoredVersion,
     Unloadable,
 )
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
@@ -164,8 +165,8 @@ class Ledger:
             state.record("join", replica=replica_id, incarnation=incarnation, version=answer.version)
         return answer
 
-    def stored_weights(self, version: int, path: str) -> JoinAnswer:
-        return admission.stored_weights(self.state, version, path)
+    def stored_version(self, version: int, path: str) -> StoredVersion:
+        return admission.stored_version(self.state, version, path)
 
     def poll(self, report: Report, now: float) -> Directive:
         if self.on_report(report, now):

@@ -130,13 +130,20 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CatchUp:
-    name: ClassVar[str] = "catch_up"
+class StoredVersion:
+    """A directory that vLLM can load, and what its manifest must name."""
+
     version: int
     path: str
-    fleet_id: str | None = None
-    digest: str | None = None
-    holders: tuple[ReplicaEndpoint, ...] = ()
+    fleet_id: str
+    digest: str | None = None  # None: not known
+    holders: tuple[ReplicaEndpoint, ...] = ()  # if hosts share no store: those that may have it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUp:
+    name: ClassVar[str] = "catch_up"
+    stored: StoredVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,16 +222,15 @@ class InitialWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinAnswer:
-    """Where a starting replica finds its first weights, or a trainer a version: a directory that vLLM can
-    load."""
+    """Where a starting replica finds its first weights."""
 
-    version: int
-    path: str | None  # None: the checkpoint that the fleet was configured with
-    fleet_id: str | None = None  # the manifest must name it; None only with path None
-    digest: str | None = None  # the manifest must name it; None: not known
-    holders: tuple[ReplicaEndpoint, ...] = ()  # if hosts share no store: those that may have it
-    initial: InitialWeights | None = None  # must be loaded if `path` is None; None: not known, or replaced
+    stored: StoredVersion | None = None  # None: version 0, the checkpoint that the fleet was configured with
+    initial: InitialWeights | None = None  # what version 0 is; None: not known, or replaced
     served: bool = False  # others serve `initial`, so a replica with other weights may wait
+
+    @property
+    def version(self) -> int:
+        return 0 if self.stored is None else self.stored.version
 
 
 class Outcome(StrEnum):

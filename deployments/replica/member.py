@@ -196,14 +196,14 @@ class EngineMember(ABC):
     async def _load(self, body: poll.CatchUp) -> None:
         """Raises PayloadRejected: unreadable or not loadable into a running engine, which is unchanged."""
         await self._check_reloadable()
-        self.loading_version = body.version
+        self.loading_version = body.stored.version
         try:
-            reading = await asyncio.to_thread(require_version, body)
+            reading = await asyncio.to_thread(require_version, body.stored)
         except (OSError, ValueError) as error:
             self.loading_version = None
             raise PayloadRejected(str(error)) from error
         try:
-            await self._engine.load(body.path, body.version)
+            await self._engine.load(body.stored.path, body.stored.version)
         finally:
             self.loading_version = None
             reading.close()

@@ -56,7 +56,7 @@ async def find_first_weights(
     join_s: float = JOIN_S,
 ) -> tuple[JoinAnswer, DirectoryLock | None]:
     """Ask until the answer is loadable, even while the controller is unreachable. Its files stay until
-    unlocked. With path None, the answer's `initial` is what the checkpoint has. Raises JournalError: the
+    unlocked. For version 0, the answer's `initial` is what the checkpoint has. Raises JournalError: the
     checkpoint is not version 0, and no replica serves that.
 
     Args:
@@ -73,9 +73,9 @@ async def find_first_weights(
             await asyncio.sleep(ask_again_s)
             continue
         try:
-            if answer.path is None:
+            if answer.stored is None:
                 return replace(answer, initial=await asyncio.to_thread(initial.check, answer.initial)), None
-            return answer, await asyncio.to_thread(require_version, answer)
+            return answer, await asyncio.to_thread(require_version, answer.stored)
         except (OSError, ValueError) as error:
             found = Unloadable(version=answer.version, reason=str(error))
             if found == unloadable and answer.initial is not None and not answer.served:
@@ -120,7 +120,8 @@ class Replica:
             engine.model, engine.arguments.get("revision"), has_files=not engine.has_dummy_weights
         )
         answer, reading = await find_first_weights(self._join, initial)
-        spec = engine.at_commit(answer.initial) if answer.path is None else engine.at(answer.path)
+        stored = answer.stored
+        spec = engine.at_commit(answer.initial) if stored is None else engine.at(stored.path)
         if cores_shared_by is not None:  # Ray gives an actor without CPUs, and its children, one thread
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
         own_engine()
@@ -128,7 +129,7 @@ class Replica:
         self._engine = await ReplicaEngine.start(spec, version=answer.version)
         if reading is not None:
             reading.close()
-        if answer.path is None and (changed := await asyncio.to_thread(initial.changed)) is not None:
+        if stored is None and (changed := await asyncio.to_thread(initial.changed)) is not None:
             raise RuntimeError(changed)
         add_server_info(self._engine.app, self._engine.llm.vllm_config)
         self._load = watch_load(

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from deployments.protocol.poll import JoinAnswer
+from deployments.protocol.poll import StoredVersion
 from deployments.protocol.responses import FleetStatus
 from deployments.weights.store.version_fetcher import QUIET_S, require_version
 from deployments.weights.store.versions import Store
@@ -37,7 +37,7 @@ class StoredWeights:
     """
 
     def __init__(
-        self, store: Store, rank: int, told: Callable[[int, str], JoinAnswer], *, shared: bool
+        self, store: Store, rank: int, told: Callable[[int, str], StoredVersion], *, shared: bool
     ) -> None:
         self._store = store
         self._rank = rank
@@ -100,11 +100,11 @@ class StoredWeights:
             raise failure
         return done[0]
 
-    def _where(self, version: int) -> JoinAnswer:
+    def _where(self, version: int) -> StoredVersion:
         return self._told(version, str(self._store.path(version)))
 
 
-def _problem(where: JoinAnswer, quiet_s: float) -> str | None:
+def _problem(where: StoredVersion, quiet_s: float) -> str | None:
     try:
         require_version(where, quiet_s).close()
     except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
 from deployments.host.network import interface_of
 from deployments.protocol.errors import InvalidRequest, JournalError
-from deployments.protocol.poll import InitialWeights, JoinAnswer, StoreResult
+from deployments.protocol.poll import InitialWeights, StoredVersion, StoreResult
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, SavedCheckpoint
 from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
@@ -226,8 +226,8 @@ class TrainerRank:
     def _check_owner(self) -> None:
         check_owner(self._store.directory, self._fleet_id)
 
-    def _told(self, version: int, path: str) -> JoinAnswer:
-        told: JoinAnswer = run_sync(retried(self._controller, "stored_weights", version, path))
+    def _told(self, version: int, path: str) -> StoredVersion:
+        told: StoredVersion = run_sync(retried(self._controller, "stored_version", version, path))
         return told
 
     def _fleet(self) -> FleetStatus:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deployments.calls.http_server import HttpServer
-from deployments.protocol.poll import JoinAnswer
+from deployments.protocol.poll import StoredVersion
 from deployments.protocol.routing import ReplicaEndpoint
 from deployments.replica.http_front import ReplicaFront
 from deployments.weights.store.owner import own
@@ -32,10 +32,10 @@ def write(
     return write_version(committed, Store(directory), lambda made: (made / "config.json").write_text("{}"))
 
 
-def told(store: Path, source: Path, *holders: ReplicaEndpoint) -> JoinAnswer:
+def told(store: Path, source: Path, *holders: ReplicaEndpoint) -> StoredVersion:
     """What the controller says to a replica with this store of a version that was committed as in the
     source."""
-    return JoinAnswer(
+    return StoredVersion(
         version=VERSION,
         path=str(store / f"v{VERSION:08d}"),
         fleet_id=FLEET,

@@ -253,10 +253,10 @@ class SimMember(Mortal):
 
     async def _catch_up(self, body: poll.CatchUp) -> None:
         try:
-            weights = self._read(body.path, body.version)
+            weights = self._read(body.stored.path, body.stored.version)
         except OSError as error:
             raise PayloadRejected(str(error)) from error
-        self.engine.loading_version = body.version
+        self.engine.loading_version = body.stored.version
         await self._work.do(0.5)
         self.engine.loading_version = None
         self.engine.carry_out(body)

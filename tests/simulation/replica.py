@@ -49,20 +49,21 @@ class Replica:
                 await asyncio.sleep(0.3)
                 continue
             try:
-                weights = FIRST if answer.path is None else world.read(answer.path, answer.version)
-                reading = None if answer.path is None else DirectoryLock(Path(answer.path))
+                stored = answer.stored
+                weights = FIRST if stored is None else world.read(stored.path, stored.version)
+                reading = None if stored is None else DirectoryLock(Path(stored.path))
                 break
             except (OSError, ValueError) as error:
                 unloadable = Unloadable(version=answer.version, reason=str(error))
                 await asyncio.sleep(0.3)
         await asyncio.sleep(world.start_s * (0.5 + world.rng.random()))
-        if answer.path is not None:
+        if stored is not None:
             try:
-                weights = world.read(answer.path, answer.version)
+                weights = world.read(stored.path, stored.version)
             except OSError as error:
-                if answer.path not in world.tampered:
+                if stored.path not in world.tampered:
                     raise Violation(
-                        f"{self.name}: version {answer.version} is being read: {error}"
+                        f"{self.name}: version {stored.version} is being read: {error}"
                     ) from error
                 world.log("{} cannot load its version: {}", self.name, error)
                 world.kill(self.process)

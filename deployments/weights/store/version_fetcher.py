@@ -15,7 +15,7 @@ import httpx
 from pydantic import TypeAdapter
 
 from deployments.host.logs import serve_logger
-from deployments.protocol.poll import CatchUp, JoinAnswer
+from deployments.protocol.poll import StoredVersion
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.owner import own
@@ -38,7 +38,7 @@ def sizes_of(directory: Path) -> dict[str, int]:
     return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
-def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> DirectoryLock:
+def require_version(told: StoredVersion, quiet_s: float = QUIET_S) -> DirectoryLock:
     """Check the files of a stored version at `path`, which stay until unlocked. Absent or different files are
     fetched from a holder, and checked before they get their name. Blocks.
 
@@ -46,13 +46,12 @@ def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> Dir
         ValueError: it is damaged, or is not what was committed.
         OSError: it is not there and no holder gave it, or it cannot be read or written.
     """
-    assert told.path is not None
     directory = Path(told.path)
     expected = told.version, told.fleet_id, told.digest
     try:
         return _checked(directory, *expected)
     except (OSError, ValueError) as error:
-        if not told.holders or told.fleet_id is None:
+        if not told.holders:
             raise
         logger.info("asking %d replicas for version %d: %s", len(told.holders), told.version, error)
     store = Store(directory.parent)
@@ -83,7 +82,7 @@ def _checked(directory: Path, *expected: Any) -> DirectoryLock:
     return lock
 
 
-def _fetch(told: JoinAnswer | CatchUp, directory: Path, quiet_s: float) -> None:
+def _fetch(told: StoredVersion, directory: Path, quiet_s: float) -> None:
     begin = time.monotonic()
     holders = random.sample(told.holders, len(told.holders))  # several may start at once
     problems: dict[str, str] = {}

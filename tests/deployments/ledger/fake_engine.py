@@ -169,7 +169,7 @@ class FakeEngine:
                 self._check_unchanged()
                 if SleepTag.WEIGHTS in self.memory.asleep:
                     raise RuntimeError("no memory to load into")
-                self.version, self.memory.intact, self.held = body.version, True, False
+                self.version, self.memory.intact, self.held = body.stored.version, True, False
                 self._begin_waiting()
             case poll.RunOperation():
                 self._call(body)

@@ -67,7 +67,7 @@ class FakeReplica(FakeEngine):
             if instruction.seq not in self.seen:
                 hangs = hangs or type(instruction.body) in self.hangs_in
                 if hangs and isinstance(instruction.body, poll.CatchUp):
-                    self.loading_version = instruction.body.version
+                    self.loading_version = instruction.body.stored.version
                 if not hangs or isinstance(instruction.body, poll.Drop):  # which overtakes
                     self.seen.add(instruction.seq)
                     self._run(instruction)

@@ -26,24 +26,30 @@ def test_a_joiner_loads_the_stored_version_and_serves_after_the_next_round() -> 
     assert late.admitted and late.version == 22
 
 
+def of_joiner(scene: StoreScene) -> poll.StoredVersion:
+    stored = scene.begin().stored
+    assert stored is not None
+    return stored
+
+
 def test_a_joiner_is_told_whose_version_it_loads_and_with_which_digest() -> None:
     scene = StoreScene(replicas=2)
     scene.round()
-    expected = poll.JoinAnswer(version=1, path="/store/v1", fleet_id="fleet", digest="aa")
-    assert scene.begin() == expected
+    expected = poll.StoredVersion(version=1, path="/store/v1", fleet_id="fleet", digest="aa")
+    assert of_joiner(scene) == expected
     scene.restart()
-    assert scene.begin() == expected, "the digest is in the journal"
+    assert of_joiner(scene) == expected, "the digest is in the journal"
     late = scene.start(version=0)
     scene.wait(2)
     (told,) = [each.body for each in late.ran if isinstance(each.body, poll.CatchUp)]
-    assert (told.version, told.fleet_id, told.digest) == (1, "fleet", "aa")
+    assert told.stored == expected
 
 
 def test_a_digest_of_live_parameters_says_nothing_about_a_checkpoint() -> None:
     scene = StoreScene(replicas=0)
     scene.start(compares=False, updates_in_place=True)
     scene.round()
-    assert scene.begin().digest is None
+    assert of_joiner(scene).digest is None
 
 
 def test_a_digest_of_what_arrived_is_that_of_the_checkpoint_although_nobody_stated_it() -> None:
@@ -51,9 +57,9 @@ def test_a_digest_of_what_arrived_is_that_of_the_checkpoint_although_nobody_stat
     scene = StoreScene(replicas=0)
     scene.start(compares=False)
     scene.round()
-    assert scene.begin().digest == "aa"
+    assert of_joiner(scene).digest == "aa"
     scene.restart()
-    assert scene.begin().digest == "aa"
+    assert of_joiner(scene).digest == "aa"
     assert [check.value for check in scene.ledger.history()[-1].checks] == ["names", "finite"]
 
 
@@ -184,10 +190,10 @@ def test_one_that_fails_while_it_loads_is_fenced() -> None:
 def test_a_version_that_cannot_be_loaded_is_not_named_again_and_the_next_round_helps() -> None:
     scene = StoreScene(replicas=1)
     scene.round()
-    assert (scene.begin().version, scene.begin().path) == (1, "/store/v1")
+    assert (of_joiner(scene).version, of_joiner(scene).path) == (1, "/store/v1")
     refused = poll.Unloadable(version=1, reason="version 1 must be in /store/v1, and there is none")
     answer = scene.begin(unloadable=refused)
-    assert answer == poll.JoinAnswer(version=0, path=None)
+    assert answer == poll.JoinAnswer()
     assert scene.begin("other").version == 1, "its own disk may be the reason"
     late = scene.up(answer)
     scene.wait(5)
@@ -202,7 +208,7 @@ def test_a_version_that_cannot_be_loaded_is_not_named_again_and_the_next_round_h
 def test_a_member_that_cannot_read_what_it_is_to_load_is_intact_and_waits_for_the_next_round() -> None:
     scene = StoreScene(replicas=1)
     scene.publish()
-    late = scene.up(poll.JoinAnswer(version=0, path=None))
+    late = scene.up(poll.JoinAnswer())
     late.outcomes[poll.CatchUp] = poll.Outcome.REJECTED
     scene.store(1)
     scene.wait(5)
@@ -258,12 +264,12 @@ def test_a_joiner_is_told_who_may_have_its_version() -> None:
         one, other = scene.replicas
         holders = (one.endpoint, other.endpoint) if config is OWN else ()
         scene.start()  # it has no address yet
-        assert scene.begin().holders == holders
-        told = scene.ledger.stored_weights(1, "/its/v1")
+        assert of_joiner(scene).holders == holders
+        told = scene.ledger.stored_version(1, "/its/v1")
         assert (told.path, told.digest, told.holders) == ("/its/v1", "aa", holders), "a trainer, too"
         scene.replicas.remove(other)
         scene.ledger.lost([(other.replica_id, other.incarnation)], "killed", scene.now)
-        assert scene.begin().holders == holders[:1]
+        assert of_joiner(scene).holders == holders[:1]
 
 
 def test_one_that_found_no_holder_asks_again_though_no_round_comes() -> None:
@@ -273,7 +279,7 @@ def test_one_that_found_no_holder_asks_again_though_no_round_comes() -> None:
         unloadable = poll.Unloadable(version=1, reason="no replica gave version 1")
         assert scene.begin().version == 1
         answer = scene.begin(unloadable=unloadable)
-        assert answer == poll.JoinAnswer(version=0, path=None)
+        assert answer == poll.JoinAnswer()
         late = scene.up(answer)
         scene.wait(RETRY_S - 5)
         assert not late.admitted and not bodies_of(late, poll.CatchUp), config
@@ -296,7 +302,7 @@ BOTH = f"loaded digest {'2' * 32} as version 0, which is digest {'1' * 32}"
 def test_a_joiner_with_other_weights_is_refused_with_both_digests() -> None:
     scene = StoreScene(replicas=0)
     first = scene.start(initial=ONE)
-    assert scene.begin() == poll.JoinAnswer(version=0, path=None, initial=ONE, served=True)
+    assert scene.begin() == poll.JoinAnswer(initial=ONE, served=True)
     same, other, unknown = (scene.start(initial=each) for each in (ONE, OTHER, None))
     scene.poll()
     assert first.admitted and same.admitted
@@ -338,7 +344,7 @@ def test_a_fleet_from_before_learns_it_from_the_first_that_is_admitted() -> None
     scene.ledger.take_decisions()
     scene.journal = [decode('{"kind": "founded", "fleet_id": "old", "model": "m"}')]
     scene.restart()
-    assert scene.begin() == poll.JoinAnswer(version=0, path=None)
+    assert scene.begin() == poll.JoinAnswer()
     scene.start(initial=ONE)
     scene.poll()
     assert scene.status().initial == ONE
@@ -352,7 +358,7 @@ def test_it_does_not_matter_to_replicas_once_a_round_has_replaced_it() -> None:
     scene.poll()
     scene.publish()
     assert scene.status().initial == ONE, "a trainer may still have it as base or reference"
-    assert scene.begin() == poll.JoinAnswer(version=0, path=None)
+    assert scene.begin() == poll.JoinAnswer()
     late = scene.start(initial=OTHER)
     scene.publish()
     assert late.admitted and late.version == 2
@@ -364,9 +370,7 @@ def test_one_that_refuses_to_load_is_the_reason_why_replicas_are_missing_while_i
     scene.poll()
     found = poll.Unloadable(version=0, reason="expected digest 1, got digest 2")
     for _ in range(3):  # it asks again every second
-        assert scene.begin(unloadable=found) == poll.JoinAnswer(
-            version=0, path=None, initial=ONE, served=True
-        )
+        assert scene.begin(unloadable=found) == poll.JoinAnswer(initial=ONE, served=True)
     events = [each.name for each in scene.ledger.events_since(0)]
     assert (events.count("refused"), events.count("join")) == (1, 0)
     assert scene.status().size.problem == "late is refused: expected digest 1, got digest 2"
@@ -390,7 +394,7 @@ def test_whether_others_serve_it_is_told() -> None:
     first = scene.start(initial=ONE)
     scene.poll()
     scene.ledger.lost([(first.replica_id, first.incarnation)], "its process is gone", scene.now)
-    assert scene.begin() == poll.JoinAnswer(version=0, path=None, initial=ONE)
+    assert scene.begin() == poll.JoinAnswer(initial=ONE)
 
 
 def test_one_that_a_round_brings_to_the_fleets_version_does_not_say_what_version_0_is() -> None:

@@ -16,6 +16,7 @@ from deployments.protocol.poll import (
     Outcome,
     Receive,
     Report,
+    StoredVersion,
     Verify,
 )
 from deployments.replica.follower import Follower
@@ -24,6 +25,7 @@ from tests.deployments.replica.scripted_member import Member, Script
 
 RECEIVE = Receive(round_id=1, payload=None)
 VERIFY = Verify(round_id=1)
+CATCH_UP = CatchUp(stored=StoredVersion(version=3, path="v3", fleet_id="fleet"))
 DROP = Drop(round_id=1)
 
 
@@ -130,7 +132,7 @@ async def test_drop_overtakes_an_instruction_that_cannot_be_interrupted() -> Non
 
 @pytest.mark.parametrize(
     ("body", "is_interrupted"),
-    [(CatchUp(version=3, path="v3"), False), (COMMIT, False), (VERIFY, True), (Connect(init_info={}), True)],
+    [(CATCH_UP, False), (COMMIT, False), (VERIFY, True), (Connect(init_info={}), True)],
 )
 async def test_uninterruptible_instruction_continues_with_heartbeats(
     body: Body, is_interrupted: bool

@@ -29,12 +29,11 @@ from deployments.replica.follower import Follower
 from deployments.replica.member import EngineMember, StagedMember
 from deployments.replica.native_member import NativeMember
 from deployments.replica.server_arguments import EngineSpec
-from deployments.weights.store.version_writer import CommittedVersion, write_version
-from deployments.weights.store.versions import Store
 from deployments.weights.wire.chunk_layout import describe
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.replica.adapter_llm import CONFIG, adapter
 from tests.deployments.replica.fake_vllm import FakeEngine, FakeLlm
+from tests.deployments.version_holder import FLEET, write
 from tests.tiny_adapters import save_tiny_adapter
 
 FIRST_VERSION = 3
@@ -198,6 +197,13 @@ class Fake(Subject):
 
 
 STORED_VERSION = 9
+
+
+def caught_up(path: str) -> poll.CatchUp:
+    return poll.CatchUp(stored=poll.StoredVersion(version=STORED_VERSION, path=path, fleet_id=FLEET))
+
+
+CATCH_UP = caught_up("")
 Kind = type[Fake] | type[OverEngine]
 BOTH = pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
 ANSWERS = {
@@ -263,16 +269,16 @@ CASES: dict[str, tuple[Sequence[poll.Body], str, str]] = {
     "resumed while held": ([R1, V1, H1, RESUME, RELEASE], "ddddd", "ddddd"),
     "asleep": ([SLEEP, R1, WAKE_WEIGHTS, R1, V1, C1, WAKE_CACHE], "drddddd", "drddddd"),
     "asleep before the commit": ([R1, V1, SLEEP, C1], "dddF", "dddd"),
-    "asleep before a stored version": ([SLEEP, poll.CatchUp(version=STORED_VERSION, path="")], "dF", "dF"),
+    "asleep before a stored version": ([SLEEP, CATCH_UP], "dF", "dF"),
     "woken twice": ([SLEEP, SLEEP, WAKE, WAKE, SLEEP_0, SLEEP, WAKE_CACHE, WAKE], "dddddddd", "dddddddd"),
     "woken while held": ([R1, V1, H1, SLEEP, WAKE, RELEASE], "dddddd", "dddddd"),
     "a pause and a sleep": ([PAUSE, SLEEP, RESUME, WAKE, PAUSE, SLEEP, WAKE], "ddddddd", "ddddddd"),
     "drained twice": ([DRAIN, DRAIN, DRAIN_1, END_DRAIN, END_DRAIN, R1, V1, C1], "d" * 8, "d" * 8),
     "drained and paused": ([DRAIN, PAUSE, END_DRAIN, DRAIN, RESUME, END_DRAIN], "d" * 6, "d" * 6),
     "drained and asleep": ([SLEEP, DRAIN, WAKE, END_DRAIN, DRAIN, SLEEP, END_DRAIN, WAKE], "d" * 8, "d" * 8),
-    "a stored version": ([poll.CatchUp(version=STORED_VERSION, path="")] * 2, "dd", "dd"),
+    "a stored version": ([CATCH_UP] * 2, "dd", "dd"),
     "a stored version while held": (
-        [R1, V1, H1, PAUSE, poll.CatchUp(version=STORED_VERSION, path=""), RESUME],
+        [R1, V1, H1, PAUSE, CATCH_UP, RESUME],
         "dddddd",
         "dddddd",
     ),
@@ -282,12 +288,11 @@ CASES: dict[str, tuple[Sequence[poll.Body], str, str]] = {
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> str:
-    committed = CommittedVersion(version=STORED_VERSION, label=None, tensors={"w": torch.zeros(2)})
-    return str(write_version(committed, Store(tmp_path_factory.mktemp("store")), lambda directory: None))
+    return str(write(tmp_path_factory.mktemp("store"), {"w": torch.zeros(2)}, STORED_VERSION))
 
 
 def at(stored: str, body: poll.Body) -> poll.Body:
-    return poll.CatchUp(version=body.version, path=stored) if isinstance(body, poll.CatchUp) else body
+    return caught_up(stored) if isinstance(body, poll.CatchUp) else body
 
 
 async def seen_of(subject: Subject, bodies: Sequence[poll.Body]) -> list[Seen]:
@@ -322,7 +327,7 @@ async def test_outcomes_of_the_real_members_and_of_their_fake(case: str, in_plac
 async def test_random_instructions_do_not_tell_fake_and_member_apart(in_place: bool, stored: str) -> None:
     bodies = [R1, R1, R2, V1, V1, V2, C1, H1, C2, D1, D2, RELEASE, CONNECT, DISCONNECT]
     bodies += [DRAIN, END_DRAIN, DRAIN_1, PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, WAKE_WEIGHTS, WAKE_CACHE]
-    bodies += [poll.CatchUp(version=STORED_VERSION, path=stored)]
+    bodies += [caught_up(stored)]
     rng = Random(1)
     for _ in range(300):
         drawn = rng.choices(bodies, k=12)

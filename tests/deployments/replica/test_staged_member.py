@@ -21,10 +21,10 @@ from deployments.replica.member import StagedMember
 from deployments.replica.worker_calls import answer_calls, open_connection
 from deployments.weights.staging.staged_update import from_wire, to_wire
 from deployments.weights.store.owner import OWNER, claim, own
-from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.deployments.replica.fake_vllm import CHECKS, DONE, FakeLlm, staged_member
 from tests.deployments.replica.round_instructions import COMMIT, receive
+from tests.deployments.version_holder import FLEET, write
 from tests.waiting import reached
 
 LOAD = LoadAdapter(adapter=Adapter(adapter_id=1, name="a", version=1, path="/a", digest="d", size_bytes=1))
@@ -320,9 +320,8 @@ async def test_a_newer_version_follows_the_one_that_is_being_written(
 async def test_only_an_intact_stored_version_is_loaded(
     member: StagedMember, llm: FakeLlm, tmp_path: Path, intact: bool
 ) -> None:
-    committed = CommittedVersion(version=4, label=None, tensors={"w": torch.zeros(3)})
-    path = write_version(committed, Store(tmp_path), lambda directory: None)
-    catch_up = poll.CatchUp(version=4, path=str(path))
+    path = write(tmp_path, {"w": torch.zeros(3)}, 4)
+    catch_up = poll.CatchUp(stored=poll.StoredVersion(version=4, path=str(path), fleet_id=FLEET))
     if intact:
         load, removed = member._engine.load, list[bool]()
 
@@ -344,9 +343,9 @@ async def test_only_an_intact_stored_version_is_loaded(
 async def test_model_that_vllm_cannot_reload_is_refused(
     member: StagedMember, llm: FakeLlm, tmp_path: Path
 ) -> None:
-    committed = CommittedVersion(version=4, label=None, tensors={"w": torch.zeros(3)})
-    path = write_version(committed, Store(tmp_path), lambda directory: None)
+    path = write(tmp_path, {"w": torch.zeros(3)}, 4)
     llm.reload_refusal = "vLLM's GptOssForCausalLM copies weights past its loaders"
     with pytest.raises(PayloadRejected, match="copies weights past its loaders"):
-        await member.execute(poll.CatchUp(version=4, path=str(path)))
+        stored = poll.StoredVersion(version=4, path=str(path), fleet_id=FLEET)
+        await member.execute(poll.CatchUp(stored=stored))
     assert member.version == 3 and not llm.named("load_checkpoint")

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from deployments.protocol.errors import JournalError
-from deployments.protocol.poll import InitialWeights, JoinAnswer, Unloadable
+from deployments.protocol.poll import InitialWeights, JoinAnswer, StoredVersion, Unloadable
 from deployments.replica import replica
 from deployments.replica.replica import Replica, find_first_weights
 from deployments.replica.server_arguments import EngineSpec
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
-from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
+from tests.deployments.version_holder import FLEET, write
 from tests.fake_hub import FakeHub
 from tests.waiting import reached
 
@@ -37,10 +37,12 @@ class Answers:
         return answer
 
 
+def told(path: Path, version: int) -> JoinAnswer:
+    return JoinAnswer(stored=StoredVersion(version=version, path=str(path), fleet_id=FLEET))
+
+
 def stored(tmp_path: Path, version: int) -> JoinAnswer:
-    committed = CommittedVersion(version=version, label=None, tensors={"w": torch.ones(2)})
-    path = write_version(committed, Store(tmp_path), lambda directory: None)
-    return JoinAnswer(version=version, path=str(path))
+    return told(write(tmp_path, {"w": torch.ones(2)}, version), version)
 
 
 UNUSED = InitialCheckpoint("/no/such/model")
@@ -60,7 +62,7 @@ async def test_join_without_an_answer_is_repeated(tmp_path: Path) -> None:
 
 
 async def test_missing_version_is_reported_with_its_reason(tmp_path: Path) -> None:
-    gone = JoinAnswer(version=61, path=str(tmp_path / "v00000061"))
+    gone = told(tmp_path / "v00000061", 61)
     ask = Answers(gone, stored(tmp_path, 64))
     assert (await find_first_weights(ask, UNUSED, ask_again_s=0))[0].version == 64
     reason = f"version 61 must be in {tmp_path / 'v00000061'}, and there is none"
@@ -68,8 +70,9 @@ async def test_missing_version_is_reported_with_its_reason(tmp_path: Path) -> No
 
 
 async def test_damaged_version_is_refused_and_the_initial_checkpoint_loaded(tmp_path: Path) -> None:
-    damaged, start = stored(tmp_path, 4), JoinAnswer(version=0, path=None)
-    file = Path(str(damaged.path)) / "model.safetensors"
+    damaged, start = stored(tmp_path, 4), JoinAnswer()
+    assert damaged.stored is not None
+    file = Path(damaged.stored.path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     ask = Answers(damaged, start)
     assert await find_first_weights(ask, UNUSED, ask_again_s=0) == (start, None)
@@ -79,7 +82,7 @@ async def test_damaged_version_is_refused_and_the_initial_checkpoint_loaded(tmp_
 
 async def test_overwritten_directory_is_not_loaded_as_version_0_until_it_is_restored(tmp_path: Path) -> None:
     (file := tmp_path / "model.safetensors").write_bytes(b"the first weights")
-    joined = JoinAnswer(version=0, path=None)
+    joined = JoinAnswer()
     first, _ = await find_first_weights(Answers(joined), InitialCheckpoint(str(tmp_path)))
     first = replace(first, served=True)
     file.write_bytes(b"the other weights")
@@ -103,7 +106,7 @@ async def test_replica_that_has_not_what_nobody_serves_fails_with_both_digests(t
     """Serve then says why the fleet cannot be started; else it would start for ever."""
     (tmp_path / "model.safetensors").write_bytes(b"the other weights")
     first = InitialWeights(digest="1" * 32)
-    ask = Answers(*[JoinAnswer(version=0, path=None, initial=first)] * 2)
+    ask = Answers(*[JoinAnswer(initial=first)] * 2)
     with pytest.raises(JournalError, match=f"version 0 of this fleet is {first}, and {tmp_path} has digest"):
         await find_first_weights(ask, InitialCheckpoint(str(tmp_path)), ask_again_s=0)
     assert ask.asked[1] is not None, "the controller was told"
@@ -154,7 +157,8 @@ async def test_replica_loads_the_committed_version_and_is_ready_when_admitted(
     answer, spec = stored(tmp_path, 3), MagicMock()
     starting = Starting(monkeypatch, spec, answer)
     await reached(lambda: starting.start.await_count > 0)
-    starting.start.assert_awaited_once_with(spec.at(answer.path), version=3)
+    assert answer.stored is not None
+    starting.start.assert_awaited_once_with(spec.at(answer.stored.path), version=3)
     assert not starting.task.done()
     await starting.admit()
 
@@ -189,7 +193,7 @@ async def test_replica_loads_the_commit_that_the_fleet_began_with_and_reports_it
 ) -> None:
     hub.commits["org/tiny"] = "b" * 40  # the branch has moved
     first = InitialWeights(commit="a" * 40)
-    starting = Starting(monkeypatch, engine_of("org/tiny"), JoinAnswer(version=0, path=None, initial=first))
+    starting = Starting(monkeypatch, engine_of("org/tiny"), JoinAnswer(initial=first))
     await starting.admit()
     starting.start.assert_awaited_once_with(engine_of("org/tiny", revision="a" * 40), version=0)
     assert starting.member.initial == first
@@ -199,7 +203,7 @@ async def test_replica_does_not_serve_a_directory_that_was_rewritten_while_its_e
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (file := tmp_path / "model.safetensors").write_bytes(b"the first weights")
-    answer = JoinAnswer(version=0, path=None)
+    answer = JoinAnswer()
     starting = Starting(
         monkeypatch, engine_of(str(tmp_path)), answer, load=lambda: file.write_bytes(b"others")
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.poll import JoinAnswer
+from deployments.protocol.poll import StoredVersion
 from deployments.protocol.routing import ReplicaEndpoint
 from deployments.replica.host_store import HostStore
 from deployments.trainer import stored_weights
@@ -34,9 +34,9 @@ class Host:
         fleet: Any = SimpleNamespace(committed_version=VERSION, store_problem=None)
         return await asyncio.wait_for(asyncio.to_thread(self._stored.find, lambda: fleet), 30)
 
-    def _told(self, version: int, path: str) -> JoinAnswer:
+    def _told(self, version: int, path: str) -> StoredVersion:
         if version != VERSION:
-            return JoinAnswer(version=version, path=path, fleet_id=FLEET)
+            return StoredVersion(version=version, path=path, fleet_id=FLEET)
         holders = self._holders.pop(0) if len(self._holders) > 1 else self._holders[0]
         return told(self.store.directory, self._committed, *holders)
 
@@ -124,7 +124,7 @@ async def test_without_a_replica_it_says_so_and_what_to_do(
 
 
 def _rank_without_a_controller(rank: int, directory: Path) -> None:
-    def told(version: int, path: str) -> JoinAnswer:
+    def told(version: int, path: str) -> StoredVersion:
         raise FleetUnavailable("the controller restarts")
 
     with grouped(rank, directory):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from starlette.responses import JSONResponse, Response
 
-from deployments.protocol.poll import JoinAnswer
+from deployments.protocol.poll import StoredVersion
 from deployments.replica.host_store import HostStore
 from deployments.weights.store import version_fetcher
 from deployments.weights.store.checkpoint_files import check_files
@@ -41,7 +41,7 @@ class Faulty:
         await self._inner(scope, receive, changed)
 
 
-async def take(answer: JoinAnswer, quiet_s: float = 0.0) -> None:
+async def take(answer: StoredVersion, quiet_s: float = 0.0) -> None:
     await asyncio.wait_for(asyncio.to_thread(require_version, answer, quiet_s), 30)
 
 
@@ -73,7 +73,7 @@ async def test_a_version_stays_while_it_is_checked(tmp_path: Path, monkeypatch: 
         check_files(directory, *expected)
 
     monkeypatch.setattr(version_fetcher, "check_files", check_while_removed)
-    reading = require_version(JoinAnswer(version=VERSION, path=str(Store(tmp_path).path_of(VERSION))))
+    reading = require_version(told(tmp_path, tmp_path))
     assert not Store(tmp_path).remove(VERSION)
     reading.close()
     assert Store(tmp_path).remove(VERSION)
