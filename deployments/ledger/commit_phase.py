@@ -93,7 +93,6 @@ def on_return(state: State, member: Member, report: poll.Report) -> None:
         return
     call = current.commits[member]
     if report.version == current.version:
-        call.answers[member.replica_id] = poll.Acknowledgement(seq=0, outcome=poll.Outcome.DONE)
         call.stop_waiting_for(member)
     elif report.staged_round != current.round_id:
         reason = "lost its staging while the controller restarted"
@@ -122,7 +121,6 @@ def _expect_commit(state: State, current: Round, member: Member) -> None:
         name=poll.Commit.name,
         waiting={member},
         on_complete=partial(_swapped, current=current, member=member),
-        round_id=current.round_id,
         certain=True,
         batch=current.swapping if together else None,
     )
@@ -217,17 +215,10 @@ def _release(state: State, current: Round) -> None:
     bodies = {
         member: poll.Release(round_id=current.round_id) for member in current.participants if member.alive
     }
-    membership.send(
-        state,
-        poll.Release.name,
-        bodies,
-        on_complete=partial(_released, current=current),
-        round_id=current.round_id,
-    )
+    membership.send(state, poll.Release.name, bodies, on_complete=partial(_released, current=current))
 
 
 def _released(state: State, call: PendingCall, *, current: Round) -> None:
-    current.record(call)
     membership.fence_each(state, classify(call).not_done, poll.Release.name)
     _finish(state, current)
 
@@ -365,12 +356,12 @@ def closed(state: State, round_id: int, label: str | None) -> PendingCall | None
         if current.close is not None or current.decided:
             _require_label(round_id, current.label, label)
         if current.close is None and current.decided:
-            current.close = PendingCall(name="close_round", round_id=round_id)
+            current.close = PendingCall(name="close_round")
         return current.close
     report = next((each for each in reversed(state.history) if each.round_id == round_id), None)
     if report is None:
         return None
-    call = PendingCall(name="close_round", round_id=round_id)
+    call = PendingCall(name="close_round")
     if report.phase == RoundPhase.COMMITTED:
         _require_label(round_id, report.label, label)
         call.finish(result=report)

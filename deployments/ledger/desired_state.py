@@ -75,8 +75,6 @@ def _drain(state: State, call: PendingCall, pending: PendingOperation) -> None:
     name, timeout_s = f"{pending.operation.name} with mode=wait", state.config.drain_timeout_s
 
     def ended(drain: PendingDrain) -> None:
-        if call not in state.operations:
-            return
         if not drain.late:
             _order(state, call, pending)
             return

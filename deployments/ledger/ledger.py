@@ -71,10 +71,8 @@ class Ledger:
         Raises Conflict if another publisher holds it."""
         state = self._at(now)
         self._expire()
-        before = state.publisher.lease
         lease = publisher_session.acquire(state, publisher)
-        if before is not None:
-            staging_phase.abandon(state, f"{publisher!r} took a new lease")
+        staging_phase.abandon(state, f"{publisher!r} took a new lease")
         self.advance(now)
         return lease
 

@@ -115,7 +115,7 @@ def run_completed(state: State) -> bool:
     for call in complete:
         if call.on_complete is not None:
             call.on_complete(state, call)
-        call.finish(result=call.result)
+        call.finish()
     return bool(complete)
 
 
@@ -195,8 +195,6 @@ def fence_each(state: State, reasons: Mapping[str, str], action: str) -> None:
 
 
 def lose(state: State, member: Member, reason: str) -> None:
-    if member.state is MemberState.LOST:
-        return
     if not member.out:
         _forbid(state, member, reason)
     on_fence_delivered(state, member)
@@ -208,7 +206,6 @@ def lose(state: State, member: Member, reason: str) -> None:
 def leave(state: State, member: Member) -> None:
     member.state, member.reason = MemberState.LOST, "it left in order"
     member.fence_delivered = True
-    member.queue.clear()
     state.epoch += 1
     _decide_fence(state, member)  # a successor must not wait for it
     _stop_waiting_for(state, member, certain=True)

@@ -58,7 +58,7 @@ def gives_way(state: State) -> bool:
 
 
 def remaining_s(state: State) -> float:
-    return 0.0 if state.publisher.lease is None else max(0.0, state.publisher.expires - state.now)
+    return max(0.0, state.publisher.expires - state.now)
 
 
 def expire(state: State) -> str | None:

@@ -22,7 +22,7 @@ def recover(state: State, journal: Iterable[decisions.Decision], new_fleet_id: s
                 generation = decision.generation
             case decisions.Admitted():
                 admitted.append(decision.member)
-                state.epoch = max(state.epoch, decision.epoch)
+                state.epoch = decision.epoch
             case decisions.Opened():
                 state.last_round_id = open_round = decision.round_id
             case decisions.Committed():
@@ -53,10 +53,7 @@ def recover(state: State, journal: Iterable[decisions.Decision], new_fleet_id: s
     if open_round is not None:
         _abort(state, open_round)
     for each in admitted:
-        version = state.committed_version
-        member = membership.recover_member(state, each, version=version, was_serving=True)
-        if member is not None:
-            member.engine_state = state.engine_state
+        membership.recover_member(state, each, version=state.committed_version, was_serving=True)
     if committed is not None:
         commit_phase.resume(state, committed)
 
@@ -69,7 +66,7 @@ def _fold(state: State, decision: decisions.Decision) -> None:
             state.publisher.last_token = decision.token
         case decisions.Fenced():
             state.fences[decision.incarnation] = decision
-            state.epoch = max(state.epoch, decision.epoch)
+            state.epoch = decision.epoch
         case decisions.Stored():
             state.stored = decision
         case decisions.Labelled():

@@ -125,7 +125,7 @@ def send(state: State, round_id: int, payload: JsonValue | poll.FilePart) -> Pen
 
 def close(state: State, round_id: int, label: str | None) -> PendingCall:
     current = _open_round(state, round_id)
-    current.label, current.close = label, PendingCall(name="close_round", round_id=round_id)
+    current.label, current.close = label, PendingCall(name="close_round")
     commit_phase.enter(state, current, RoundPhase.VERIFYING)
     bodies = {member: poll.Verify(round_id=round_id) for member in current.remaining()}
     membership.send(state, poll.Verify.name, bodies, on_complete=_answered, round_id=round_id)

@@ -221,8 +221,9 @@ def test_a_fence_and_the_tokens_outlive_a_restart() -> None:
     scene = Scene(replicas=2)
     scene.replicas[0].outcomes[Verify] = Outcome.REPLICA_FAILED
     scene.publish()
-    token = scene.token
+    token, epoch = scene.token, scene.status().epoch
     scene.restart()
+    assert scene.status().epoch == epoch
     revenant = FakeReplica(replica_id="r0", incarnation="r0-1", version=1)
     scene.poll(1, only=[revenant])
     assert revenant.fenced == "verify: replica_failed here" and not revenant.admitted
@@ -290,12 +291,13 @@ def test_a_label_outlives_a_restart_but_not_its_version() -> None:
     assert scene.status().label == "two"
 
 
-def test_sequence_numbers_and_event_ids_are_new_after_a_restart() -> None:
+def test_sequence_numbers_and_event_ids_are_new_after_a_restart_and_the_epoch_is_not() -> None:
     scene = Scene(replicas=1)
     scene.publish()
     before = max(scene.replicas[0].seen)
-    event = scene.ledger.events_since(0)[-1].event_id
+    event, epoch = scene.ledger.events_since(0)[-1].event_id, scene.status().epoch
     scene.restart()
+    assert scene.status().epoch == epoch
     scene.poll(1)
     scene.publish()
     assert all(each.seq > before for each in scene.replicas[0].ran[-4:])

@@ -188,6 +188,7 @@ def test_no_replica_waits_in_a_rendezvous_for_a_publisher_that_is_gone(lost: str
         ((TRANSFER_FAILED, DONE), errors.Conflict, ()),
         ((TRANSFER_FAILED, REPLICA_FAILED), errors.Conflict, (1,)),
         ((TRANSFER_FAILED, REJECTED), errors.Conflict, ()),
+        ((REPLICA_FAILED, DONE), errors.Conflict, (0,)),
         ((REPLICA_FAILED, REPLICA_FAILED), errors.InvalidRequest, ()),
     ],
 )
@@ -198,6 +199,8 @@ def test_a_publisher_whose_rendezvous_failed_is_asked_to_connect_again(
     call = scene.connect(GROUP)
     assert type(call.error) is error and fenced(scene) == who
     assert bool(call.error.detail.get("connect_again")) is (error is errors.Conflict)
+    with pytest.raises(errors.Conflict, match="no publisher is connected"):
+        scene.open()
     for replica in scene.replicas:
         replica.outcomes.clear()
     scene.poll()
