@@ -10,6 +10,7 @@ Serve has 45 s to shut down; then `serve` waits for writes to the store. A secon
 """
 
 import os
+import re
 import signal
 import sys
 import time
@@ -165,8 +166,13 @@ def _serve(cluster: Cluster, file: ServeFile, url: str, began: float) -> None:
             _stop_serve(cluster, Store(file.config.store_path), say)
 
 
+# Of deployments that only wait for the one that failed.
+_SLOW = re.compile(r"Deployment '.* that have taken more than |This may be caused by a slow __init__")
+
+
 def why_not_started(message: str) -> str:
-    """Omits the stack of an error that the user can fix."""
+    """Omits the stack of an error that the user can fix, and what else Serve complains of then."""
+    message = "\n".join(line for line in message.splitlines() if not _SLOW.match(line))
     end = without_frames(message)
     for error in (ConfigError, JournalError):
         _, name, sentence = end.partition(f"{error.__module__}.{error.__qualname__}: ")

@@ -46,6 +46,9 @@ def test_a_wrong_setting_that_serve_reports_has_no_stack() -> None:
     assert why_not_started(wrong) == "expected a Ray cluster with at least 3 GPUs, got one"
     used = f"{stack}{JournalError.__module__}.JournalError: /s: another controller uses it"
     assert why_not_started(used) == "/s: another controller uses it"
+    slow = "Deployment 'rollout' in application 'slipstream' has 2 replicas that have taken more than 30s to "
+    others = f"{slow}initialize.\nThis may be caused by a slow __init__.\n{slow}be scheduled."
+    assert why_not_started(f"{used}\n{others}") == "/s: another controller uses it"
     fault = f"{stack}RuntimeError: no weights here"
     assert why_not_started(fault) == fault
 
