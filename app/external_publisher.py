@@ -1,6 +1,7 @@
 """Publishes the weights of a trainer of your own to a running fleet. Bytes travel over one of Slipstream's
 transports, everything else over vLLM's RL routes with vLLM's client."""
 
+import logging
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,13 +19,16 @@ from deployments.host.network import address_towards
 from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus
-from deployments.trainer.base_checkpoint import BaseCheckpoint
+from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
 from deployments.trainer.fleet_connection import free_port
 from deployments.trainer.weight_publisher import PublishSource
 from deployments.vllm_plugin import register
 from deployments.vllm_versions import Source
 from deployments.weights.transports.registry import KeepPublished, TrainerFacts, trainer_init_info
+from deployments.weights.wire.checkpoint_schema import join_reasons
 from trainers.sources import ParameterSource
+
+logger = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -135,8 +139,16 @@ def whole_source(model: PreTrainedModel, checkpoint: Path | None) -> ParameterSo
             f"checkpoint: expected a directory with *.safetensors files, got {str(checkpoint)!r}"
         )
     trained = [spec.name for spec in ParameterSource(model, stored=base.names).specs()]
-    frozen = base.read(base.frozen(trained), checkpoint)
-    return ParameterSource(model, stored=base.names, frozen=frozen)
+    frozen = base.frozen(trained)
+    if frozen:
+        logger.warning(
+            "the model lacks %d of %d tensors of %s, which are sent as they are there: %s",
+            len(frozen),
+            len(base.names),
+            checkpoint,
+            join_reasons(summary(frozen)),
+        )
+    return ParameterSource(model, stored=base.names, frozen=base.read(frozen, checkpoint))
 
 
 def outcome(

@@ -23,7 +23,9 @@ from tests.deployments.controller_in_process import ControllerInProcess
 from tests.tiny_models import tiny_llama
 
 
-def test_what_the_model_does_not_have_is_sent_from_the_checkpoint(tmp_path: Path) -> None:
+def test_what_the_model_does_not_have_is_sent_from_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = tiny_llama(0)
     model.save_pretrained(tmp_path)
     vision = torch.arange(6.0).reshape(2, 3)
@@ -32,6 +34,9 @@ def test_what_the_model_does_not_have_is_sent_from_the_checkpoint(tmp_path: Path
     sent = dict(whole_source(model, tmp_path))
     assert sent.keys() - own.keys() == {"vision.weight"}
     assert torch.equal(sent["vision.weight"], vision)
+    assert "the model lacks 1 of " in caplog.text and caplog.text.endswith(
+        "as they are there: vision.weight\n"
+    )
 
 
 def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
