@@ -178,6 +178,10 @@ def why_not_started(message: str) -> str:
         _, name, sentence = end.partition(f"{error.__module__}.{error.__qualname__}: ")
         if name:
             return sentence
+    if end.startswith(
+        wrong := "ValueError: "
+    ):  # such as a model that cannot be downloaded; logs have the stack
+        return end.removeprefix(wrong)
     return message[-4000:]
 
 

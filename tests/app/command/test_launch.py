@@ -49,6 +49,10 @@ def test_a_wrong_setting_that_serve_reports_has_no_stack() -> None:
     slow = "Deployment 'rollout' in application 'slipstream' has 2 replicas that have taken more than 30s to "
     others = f"{slow}initialize.\nThis may be caused by a slow __init__.\n{slow}be scheduled."
     assert why_not_started(f"{used}\n{others}") == "/s: another controller uses it"
+    assert (
+        why_not_started(f"{stack}ValueError: 'model': expected one, got 'x'")
+        == "'model': expected one, got 'x'"
+    )
     fault = f"{stack}RuntimeError: no weights here"
     assert why_not_started(fault) == fault
 
