@@ -27,25 +27,6 @@ def name_tokens(logprobs: Any) -> None:
             alternative["token"] = f"token_id:{alternative['token_id']}"
 
 
-SAME_CALL = b'}},{"index":'  # an event with a second piece of a tool call
-
-
-def join_calls(event: dict[str, Any]) -> None:
-    """vLLM's parsers make two pieces of a tool call if its name and first arguments come at once, as from
-    engines that are busy or draft. OpenAI's client 2.54, as of verifiers 0.4, takes them for two calls."""
-    for choice in _choices(event):
-        delta = choice.get("delta") or {}
-        calls: dict[int, dict[str, Any]] = {}
-        for call in delta.get("tool_calls") or ():
-            first = calls.setdefault(call["index"], call)
-            if first is not call and call.get("function"):
-                whole = first["function"] = first.get("function") or {}
-                for name, text in call["function"].items():
-                    whole[name] = (whole.get(name) or "") + (text or "")
-        if calls:
-            delta["tool_calls"] = [*calls.values()]
-
-
 Span = dict[str, int]
 
 # Last events of /v1/messages and /v1/responses, whose events have names.
@@ -123,7 +104,7 @@ def annotate_json(body: bytes, recorder: SpanRecorder, status: int, part: Part |
 def annotate_events(chunk: bytes, recorder: SpanRecorder) -> bytes:
     """A piece of a stream with versions."""
     # Spans are known when a choice finishes, before vLLM's event for it: do not parse earlier events.
-    if not recorder.spans and SAME_CALL not in chunk:
+    if not recorder.spans:
         return chunk
     return b"\n\n".join(_annotate_event(event, recorder) for event in chunk.split(b"\n\n"))
 
@@ -140,9 +121,7 @@ def _annotate_event(event: bytes, recorder: SpanRecorder) -> bytes:
         return event
     if "error" in data:
         return event
-    join_calls(data)
-    if recorder.spans:
-        _annotate(data, recorder)
+    _annotate(data, recorder)
     return b"data: " + _encode(data)
 
 

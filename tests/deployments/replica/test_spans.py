@@ -2,14 +2,9 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionResponseStreamChoice,
-    ChatCompletionStreamResponse,
-)
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
     GenerateLogProb,
     GenerateLogProbs,
@@ -17,7 +12,6 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
     GenerateTokensChoice,
     GenerateTokensResponse,
 )
-from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 from vllm.utils import random_uuid
 
 from deployments.protocol.routing import Part
@@ -95,24 +89,6 @@ def test_last_named_event_has_the_version(name: bytes, data: bytes) -> None:
     assert answer == expected
     half = b"event: " + name + b'\ndata: {"type'
     assert annotate(half) == half
-
-
-def test_a_tool_call_whose_name_and_arguments_come_at_once_is_one_piece() -> None:
-    """As vLLM's parser makes it of several tokens."""
-    calls = [f'{{"name": "add", "arguments": {{"amount": {amount}}}}}' for amount in (1, 2)]
-    text = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
-    tokenizer: Any = SimpleNamespace(get_vocab=dict)
-    delta = Hermes2ProToolParser(tokenizer).extract_tool_calls_streaming("", text, text, [], [], [], None)
-    choice = ChatCompletionResponseStreamChoice(index=0, delta=delta)
-    event = ChatCompletionStreamResponse(model="m", choices=[choice]).model_dump_json(exclude_unset=True)
-    sent = annotate_events(b"data: " + event.encode() + b"\n\n", SpanRecorder(3))
-    (made,) = json.loads(sent.removeprefix(b"data: "))["choices"]
-    found = made["delta"]["tool_calls"]
-    assert [(each["index"], each["type"], each["function"]["name"]) for each in found] == [
-        (0, "function", "add"),
-        (1, "function", "add"),
-    ]
-    assert [json.loads(each["function"]["arguments"]) for each in found] == [{"amount": 1}, {"amount": 2}]
 
 
 def test_split_event_is_unchanged() -> None:
