@@ -267,6 +267,8 @@ def test_a_rank_on_another_host_reads_the_same_model(
         found = replace(controller.status, initial=other)
         monkeypatch.setattr(TrainerWorker, "_fleet", lambda self: found)
     monkeypatch.setattr("deployments.trainer.worker.gather_from_ranks", lambda own: [other, own])
+    nothing_committed = [(0, (), None)], None
+    monkeypatch.setattr("deployments.trainer.stored_weights.from_rank_0", lambda own: nothing_committed)
     rank = TrainerWorker(spec, 1, controller)  # type: ignore[arg-type]
     said = "restore it" if fleet_knows else "is not the same on all hosts of the trainer"
     with pytest.raises(ValueError, match=said):
