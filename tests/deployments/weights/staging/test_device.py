@@ -71,12 +71,15 @@ async def three_rounds(tmp_path: Path, size: str, tied: bool, arguments: dict[st
     plans = await engine.workers("staging_plans")
     if "quantization" not in arguments and size != "moe":  # else loading ends with a computation
         assert all(chunks > 0 and not refused for chunks, refused in plans), plans
+    published = await engine.llm.compute_weight_checksums()
     await engine.stop()
     trainer.stop()
     fresh = await start_engine(str(checkpoint(tmp_path, size, 3, tied)), "slipstream_ipc", "device", **chosen)
     expected = await greedy(fresh)
+    (loaded,) = await fresh.llm.compute_weight_checksums()
     await fresh.stop()
-    assert answers[-1] == expected
+    differing = [name for name, checksum in published[0].items() if loaded[name] != checksum]
+    assert answers[-1] == expected, f"tensors with other checksums: {differing}"
     assert len({str(answer) for answer in answers}) == 4, "a round changed nothing"
 
 
