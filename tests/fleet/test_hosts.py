@@ -127,9 +127,9 @@ def test_replicas_and_the_trainer_take_their_version_from_another_host(cluster: 
         report = talk.succeeded(client.post("/fleet/rollback", json={"version": older})).json()
         for answer in talk.on_every_replica(client, COUNT, max_tokens=24).values():
             assert (answer.version, answer.token_ids) == (report["version"], before_it)
-    places = cluster.places("rollout")
-    came = [store_of(host) / name / "manifest.json" for host in lost if host.address in places]
-    assert came and all(file.is_file() for file in came)
+    places = cluster.places("rollout")  # Ray may put the successors on any host
+    for host in (each for each in cluster.hosts if each.address in places):
+        assert (store_of(host) / name / "manifest.json").is_file(), host.name
 
 
 @pytest.mark.parametrize(("number", "ways"), [(2, "one way"), (3, "both ways")])
