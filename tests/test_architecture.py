@@ -65,19 +65,22 @@ _SHORT = {
     "T": "tests/deployments/",
     "TL": "tests/deployments/ledger/",
 }
-_PROMISED = re.compile(r"(?<![A-Za-z`])(TL|T|D|L)?`([\w./]+\.py)(?:::(\w+))?`")
+_PROMISED = re.compile(r"(?<![A-Za-z`])(TL|T|D|L)?`([\w./]+\.py)(?:::(\w+))?`(?:, `(\w+)`)?")
 
 
-def test_the_files_and_tests_that_promises_name_exist() -> None:
+def test_the_files_functions_and_tests_that_promises_name_exist() -> None:
     rows = [
         line
         for line in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
         if line[:1] == "|"
     ]
     named = [
-        (_SHORT.get(short, "") + path, test) for row in rows for short, path, test in _PROMISED.findall(row)
+        (ROOT / (_SHORT.get(short, "") + path), test, function)
+        for row in rows
+        for short, path, test, function in _PROMISED.findall(row)
     ]
     assert len(named) > 100
-    missing = [path for path, _ in named if not (ROOT / path).exists()]
-    assert missing == []
-    assert [each for each in named if each[1] and f"def {each[1]}(" not in (ROOT / each[0]).read_text()] == []
+    assert [path for path, _, _ in named if not path.exists()] == []
+    assert [each for each in named if each[1] and f"def {each[1]}(" not in each[0].read_text()] == []
+    lacking = [each for each in named if each[2] and not re.search(rf"\b{each[2]}\b", each[0].read_text())]
+    assert lacking == []
